@@ -1,0 +1,41 @@
+# Everything runs inside .venv, which `make venv` builds once and rebuilds when pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# One torch release for everybody: with the pin beside the package in one command, pip never swaps the build later.
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+
+.PHONY: venv demo test test-long lint format clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "kvtwin needs Python 3.11 or later; name one with 'make PYTHON=/path/to/python3.11 venv'." >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[engine,dev]'
+	touch $(STAMP)
+
+demo: venv
+	$(BIN)/kvtwin demo --out results/demo
+
+test: venv
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+
+test-long: venv
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache results/demo

@@ -1,0 +1,1 @@
+"""The engine: `engine.core` decides, `engine.models` and `engine.exec` compute. Importing this loads nothing heavy."""

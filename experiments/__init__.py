@@ -1,0 +1,1 @@
+"""The questions, one module each, and the command line."""

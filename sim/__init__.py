@@ -1,0 +1,1 @@
+"""The simulator: a clock around the decisions of `engine.core`."""

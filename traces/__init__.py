@@ -1,0 +1,1 @@
+"""Requests as data: schema, readers of public formats, generators, statistics."""
