@@ -1,0 +1,63 @@
+"""The decisions: where every KV block goes, and what runs in the next step. Standard library and numpy only.
+
+    types, errors      what crosses the border
+    identity           what makes two blocks the same
+    pool, index        blocks by reference; blocks by content
+    manager            block tables of requests
+    policies, presets  what may be chosen, and the engines that the choices stand for
+    cohort, waiting    the running decodes as one object; the queue
+    scheduler          one step at a time, or many at once
+    records            what happened, in columns
+    drive              the loop that joins scheduler and executor
+"""
+
+from engine.core.errors import ConfigError, CoreError, InvalidRequest, InvariantError, NoFreeBlocks, PolicyError
+from engine.core.identity import SpanIdentity, TokenIdentity
+from engine.core.policies import Admission, Order, Policy, RequestView, Victim, load_policy
+from engine.core.presets import PRESETS, SchedulerConfig, preset
+from engine.core.scheduler import Scheduler
+from engine.core.types import (
+    NO_LIMIT,
+    BlockIdentity,
+    Executor,
+    FastExecutor,
+    Finish,
+    PlanItem,
+    RequestSpec,
+    StepEvents,
+    StepOutcome,
+    StepPlan,
+    Usage,
+)
+
+__all__ = [
+    "NO_LIMIT",
+    "PRESETS",
+    "Admission",
+    "BlockIdentity",
+    "ConfigError",
+    "CoreError",
+    "Executor",
+    "FastExecutor",
+    "Finish",
+    "InvalidRequest",
+    "InvariantError",
+    "NoFreeBlocks",
+    "Order",
+    "PlanItem",
+    "Policy",
+    "PolicyError",
+    "RequestSpec",
+    "RequestView",
+    "Scheduler",
+    "SchedulerConfig",
+    "SpanIdentity",
+    "StepEvents",
+    "StepOutcome",
+    "StepPlan",
+    "TokenIdentity",
+    "Usage",
+    "Victim",
+    "load_policy",
+    "preset",
+]

@@ -1,0 +1,207 @@
+"""Gives blocks to requests and takes them back.
+
+Who owns what: a request owns one reference to each block of its table, from `allocate` or `append_slots` until `free`,
+which is the only way out. A block that nobody refers to belongs to the pool; while its content is kept, the index
+still lists it and a hit brings it back.
+
+    tokens   |-- hits --|-- computed by this request --|-- lookahead --|
+    blocks   [  shared ][ own, full ][ own, partial    ][ reserved     ]
+    index      listed     listed once their step is planned (same-step `share`) or done (`off`, `defer`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from engine.core.errors import InvariantError
+from engine.core.index import HashIndex
+from engine.core.pool import BlockPool
+from engine.core.request import RUNNING, Request
+from engine.core.types import BlockId
+
+__all__ = ["BlockManager"]
+
+
+class BlockManager:
+    """Block tables over a pool and a prefix index."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool, free_order: str) -> None:
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_blocks, free_order)
+        self.index = HashIndex()
+        self.num_table_blocks = 0
+        """Sum of the lengths of all block tables."""
+        self.num_dead = 0
+        """Kept blocks that no key leads to: private content of requests that have ended."""
+        self.taken: list[BlockId] | None = None
+        """Where set to a list, every block that is taken is noted in it."""
+
+    def lookup(self, request: Request) -> list[BlockId]:
+        """The cached blocks that `request` could start with. Pure.
+
+        The last known token is always computed, since its logits are needed: at most known - 1 tokens are hits.
+        """
+        if not self.prefix_caching:
+            return []
+        stop = (request.known - 1) // self.block_size
+        if request.epoch == 0 and request.shared_blocks < stop:
+            stop = request.shared_blocks  # what is private to it can be cached only once it has run
+        return self.index.match(request.block_key, stop) if stop > 0 else []
+
+    def need(self, request: Request, hits: Sequence[BlockId], num_tokens: int) -> int:
+        """How many free blocks it takes until `request`, starting with `hits`, has slots for `num_tokens`.
+
+        The only place that counts blocks. A hit that nobody refers to is itself one of the free blocks.
+        """
+        blocks = -(-num_tokens // self.block_size) - len(request.table) - len(hits)
+        if blocks < 0:
+            blocks = 0
+        if hits and self.pool.num_kept_free:
+            refs = self.pool.refs
+            for block in hits:
+                if refs(block) == 0:
+                    blocks += 1
+        return blocks
+
+    def allocate(self, request: Request, hits: Sequence[BlockId], num_tokens: int) -> None:
+        """Give `request` its hits, and new blocks up to `num_tokens` slots. All or nothing.
+
+        Raises:
+            NoFreeBlocks: `need` was not asked first.
+        """
+        if request.table:
+            raise InvariantError(f"request {request.id} is given a table, but it has one", repr(request))
+        self.pool.share(hits)  # first, so that no hit is evicted for the blocks beyond it
+        num = -(-num_tokens // self.block_size) - len(hits)
+        try:
+            blocks = self._take(num) if num > 0 else []
+        except InvariantError:
+            self.pool.drop(list(reversed(hits)))
+            raise
+        request.table = [*hits, *blocks]
+        request.published = len(hits)
+        self.num_table_blocks += len(request.table)
+
+    def append_slots(self, request: Request, num_tokens: int) -> None:
+        """Extend the table of `request` so that it has slots for `num_tokens` in all. All or nothing."""
+        num = -(-num_tokens // self.block_size) - len(request.table)
+        if num > 0:
+            request.table.extend(self._take(num))
+            self.num_table_blocks += num
+
+    def append_block_each(self, requests: Sequence[Request]) -> None:
+        """One more block for each request, in this order."""
+        for request, block in zip(requests, self._take(len(requests)), strict=True):
+            request.table.append(block)
+        self.num_table_blocks += len(requests)
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """The blocks of the first `num_tokens` tokens may be hit from now on.
+
+        Private blocks need no entry while their request runs, since nobody else can ask for them; `free` sees to
+        them.
+        """
+        if not self.prefix_caching:
+            return
+        stop = num_tokens // self.block_size
+        if stop > request.shared_blocks:
+            stop = request.shared_blocks
+        if stop > request.published:
+            self._insert(request, stop)
+
+    def free(self, request: Request, num_written: int, ended: bool) -> None:
+        """Take back all blocks of `request`, last first.
+
+        `num_written`: leading tokens whose KV is written, or will be by a plan that will run, and whose values were
+        known when that plan was made. Their full blocks stay in the cache. `ended`: it will not come back.
+        """
+        table = request.table
+        if self.prefix_caching:
+            stop = num_written // self.block_size
+            if ended:
+                if request.published < request.shared_blocks:
+                    self._insert(request, min(stop, request.shared_blocks))
+                for i in range(request.published, stop):
+                    self.pool.keep(table[i])
+                    self.num_dead += 1
+            else:
+                self._insert(request, stop)
+        table.reverse()
+        self.pool.drop(table)
+        self.num_table_blocks -= len(table)
+        request.table = []
+        request.published = 0
+
+    def _insert(self, request: Request, stop: int) -> None:
+        start = request.published
+        if stop <= start:
+            return
+        parent = request.block_key(start - 1) if start else None
+        insert = self.index.insert
+        keep = self.pool.keep
+        for i in range(start, stop):
+            key = request.block_key(i)
+            block = request.table[i]
+            insert(key, parent, block)
+            keep(block)
+            parent = key
+        request.published = stop
+
+    def _take(self, num: int) -> list[BlockId]:
+        blocks, evicted = self.pool.take(num)
+        for block in evicted:
+            if not self.index.remove(block):
+                self.num_dead -= 1
+        if self.taken is not None:
+            self.taken.extend(blocks)
+        return blocks
+
+    def digest(self, requests: Sequence[Request]) -> str:
+        """A fingerprint of every block's whereabouts: references, free order, index, and the tables of `requests`."""
+        pool = self.pool
+        state = (
+            [pool.refs(BlockId(i)) for i in range(pool.num_blocks)],
+            [bool(pool.is_kept(BlockId(i))) for i in range(pool.num_blocks)],
+            pool.free_order(),
+            self.index.entries(),
+            [(request.id, request.table, request.published) for request in requests],
+        )
+        return blake2b(repr(state).encode(), digest_size=16).hexdigest()
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Every promise about blocks, by walking all of them. `requests`: all that are not finished.
+
+        Raises:
+            InvariantError: with the state that breaks it.
+        """
+        pool = self.pool
+        pool.check()
+        self.index.check()
+        owners = [0] * pool.num_blocks
+        for request in requests:
+            if request.table and request.state != RUNNING:
+                raise InvariantError("a request that does not run holds blocks", repr(request))
+            for block in request.table:
+                owners[block] += 1
+            if len(set(request.table)) != len(request.table):
+                raise InvariantError("a block is listed twice in one table", repr(request))
+        for i in range(pool.num_blocks):
+            block = BlockId(i)
+            if pool.refs(block) != owners[i]:
+                raise InvariantError(f"block {i} has {pool.refs(block)} references and {owners[i]} owners")
+            listed = self.index.key_of(block) is not None
+            if listed and not pool.is_kept(block):
+                raise InvariantError(f"block {i} is listed in the index, but the pool does not keep it")
+            if owners[i] and pool.is_kept(block) and not listed:
+                raise InvariantError(f"block {i} is in use and kept, but the index does not list it")
+        kept = sum(1 for i in range(pool.num_blocks) if pool.is_kept(BlockId(i)))
+        if kept != len(self.index) + self.num_dead:
+            raise InvariantError(f"{kept} blocks are kept, but {len(self.index)} listed and {self.num_dead} dead")
+        if self.num_table_blocks != sum(owners):
+            raise InvariantError(f"{self.num_table_blocks} table entries counted, {sum(owners)} found")
+        for request in requests:
+            for i in range(min(request.published, len(request.table))):
+                if self.index.key_of(request.table[i]) != request.block_key(i):
+                    raise InvariantError(f"block {i} of the table is listed under another key", repr(request))

@@ -1,0 +1,217 @@
+"""Blocks by reference: who may write where is decided by counts, not by names.
+
+The pool knows neither requests nor keys. A block is free when nobody refers to it. A free block may still be *kept*:
+its content could serve a prefix hit, until the block is given to somebody else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from engine.core.errors import InvariantError, NoFreeBlocks
+from engine.core.types import BlockId
+
+__all__ = ["FREE_ORDERS", "BlankFirst", "BlockPool", "FreeOrder", "SingleQueue"]
+
+
+class FreeOrder:
+    """In which order free blocks are given out. Every operation is O(1) in the number of blocks."""
+
+    def put(self, blocks: Sequence[BlockId]) -> None:
+        """Kept blocks became free, in this order."""
+        raise NotImplementedError
+
+    def put_blank(self, blocks: Sequence[BlockId]) -> None:
+        """Blocks without content became free, in this order."""
+        raise NotImplementedError
+
+    def pop(self, num: int) -> list[BlockId]:
+        """Give out `num` blocks; the caller knows that there are as many."""
+        raise NotImplementedError
+
+    def remove(self, block: BlockId) -> None:
+        """A kept free block is in use again."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[BlockId]:
+        """All free blocks, in the order in which they would be given out now."""
+        raise NotImplementedError
+
+
+class SingleQueue(FreeOrder):
+    """One queue: whatever becomes free goes to its tail. vLLM up to 0.19."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._queue: OrderedDict[BlockId, None] = OrderedDict.fromkeys(BlockId(i) for i in range(num_blocks))
+
+    def put(self, blocks: Sequence[BlockId]) -> None:
+        queue = self._queue
+        for block in blocks:
+            queue[block] = None
+
+    def put_blank(self, blocks: Sequence[BlockId]) -> None:
+        self.put(blocks)
+
+    def pop(self, num: int) -> list[BlockId]:
+        popitem = self._queue.popitem
+        return [popitem(False)[0] for _ in range(num)]
+
+    def remove(self, block: BlockId) -> None:
+        del self._queue[block]
+
+    def __iter__(self) -> Iterator[BlockId]:
+        return iter(self._queue)
+
+
+class BlankFirst(FreeOrder):
+    """Blocks without content first (the last freed is the first given), then kept ones, least recently used first.
+
+    vLLM 0.33 does this: a block that has no hash goes to the front of its queue.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._blank: list[BlockId] = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
+        self._kept: OrderedDict[BlockId, None] = OrderedDict()
+
+    def put(self, blocks: Sequence[BlockId]) -> None:
+        kept = self._kept
+        for block in blocks:
+            kept[block] = None
+
+    def put_blank(self, blocks: Sequence[BlockId]) -> None:
+        self._blank.extend(reversed(blocks))
+
+    def pop(self, num: int) -> list[BlockId]:
+        blank = self._blank
+        if num <= len(blank):
+            if num == 1:
+                return [blank.pop()]
+            given = blank[: -num - 1 : -1]
+            del blank[len(blank) - num :]
+            return given
+        given = blank[::-1]
+        blank.clear()
+        popitem = self._kept.popitem
+        given.extend([popitem(False)[0] for _ in range(num - len(given))])
+        return given
+
+    def remove(self, block: BlockId) -> None:
+        del self._kept[block]
+
+    def __iter__(self) -> Iterator[BlockId]:
+        yield from reversed(self._blank)
+        yield from self._kept
+
+
+FREE_ORDERS: dict[str, type[SingleQueue] | type[BlankFirst]] = {
+    "single-queue": SingleQueue,
+    "blank-first": BlankFirst,
+}
+
+
+class BlockPool:
+    """The blocks of one tier (device or host) and the references to them.
+
+    Whoever gets a block from `take` or `share` owns one reference, and gives it back with `drop`, once.
+    """
+
+    def __init__(self, num_blocks: int, free_order: str = "blank-first") -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.num_kept_free = 0
+        """How many of the free blocks are kept."""
+        self._refs: list[int] = [0] * num_blocks
+        self._kept = bytearray(num_blocks)
+        self._order: FreeOrder = FREE_ORDERS[free_order](num_blocks)
+
+    def take(self, num: int) -> tuple[list[BlockId], list[BlockId]]:
+        """`num` free blocks, one reference each, and those among them that were kept: their content is lost now.
+
+        All or nothing. Raises:
+            NoFreeBlocks: fewer than `num` are free.
+        """
+        if num > self.num_free:
+            raise NoFreeBlocks(f"{num} blocks were asked for, {self.num_free} are free")
+        blocks = self._order.pop(num)
+        self.num_free -= num
+        refs = self._refs
+        for block in blocks:
+            refs[block] = 1
+        if not self.num_kept_free:
+            return blocks, []
+        kept = self._kept
+        evicted = [block for block in blocks if kept[block]]
+        for block in evicted:
+            kept[block] = 0
+        self.num_kept_free -= len(evicted)
+        return blocks, evicted
+
+    def share(self, blocks: Sequence[BlockId]) -> None:
+        """One more reference to each block. Kept free blocks come back into use with their content."""
+        refs = self._refs
+        for block in blocks:
+            if refs[block] == 0:
+                if not self._kept[block]:
+                    raise InvariantError(f"block {block} is shared, but it is free and its content is gone")
+                self._order.remove(block)
+                self.num_free -= 1
+                self.num_kept_free -= 1
+            refs[block] += 1
+
+    def drop(self, blocks: Sequence[BlockId]) -> None:
+        """Give back one reference to each block, in this order. At the last one the block becomes free.
+
+        Raises:
+            InvariantError: a block that is free already.
+        """
+        refs = self._refs
+        kept = self._kept
+        blank_free: list[BlockId] = []
+        kept_free: list[BlockId] = []
+        for block in blocks:
+            count = refs[block]
+            if count <= 0:
+                raise InvariantError(f"a reference to block {block} is dropped, but nobody holds one")
+            refs[block] = count - 1
+            if count == 1:
+                if kept[block]:
+                    kept_free.append(block)
+                else:
+                    blank_free.append(block)
+        self.num_free += len(kept_free) + len(blank_free)
+        self.num_kept_free += len(kept_free)
+        if blank_free:
+            self._order.put_blank(blank_free)
+        if kept_free:
+            self._order.put(kept_free)
+
+    def keep(self, block: BlockId) -> None:
+        """The content of a block in use is worth keeping when it becomes free."""
+        if self._refs[block] == 0:
+            raise InvariantError(f"block {block} is free and cannot be marked as kept")
+        self._kept[block] = 1
+
+    def refs(self, block: BlockId) -> int:
+        return self._refs[block]
+
+    def is_kept(self, block: BlockId) -> bool:
+        return bool(self._kept[block])
+
+    def free_order(self) -> list[BlockId]:
+        """All free blocks in the order in which they would be given out (for checks; O(pool))."""
+        return list(self._order)
+
+    def check(self) -> None:
+        """Free is exactly ref 0, without duplicates; the counters equal a walk. Raises InvariantError."""
+        order = self.free_order()
+        free = {block for block in range(self.num_blocks) if self._refs[block] == 0}
+        if min(self._refs, default=0) < 0:
+            raise InvariantError("a reference count is negative", str(self._refs))
+        if len(order) != len(set(order)):
+            raise InvariantError("a free block is listed twice", str(order))
+        if set(order) != free or len(order) != self.num_free:
+            raise InvariantError(f"free blocks are miscounted: {self.num_free} counted, {len(order)} listed", str(order))
+        kept = sum(1 for block in order if self._kept[block])
+        if kept != self.num_kept_free:
+            raise InvariantError(f"kept free blocks are miscounted: {self.num_kept_free} counted, {kept} listed")

@@ -1,0 +1,114 @@
+"""The scheduler's options, and the engines whose behaviour they can take on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.core.errors import ConfigError
+from engine.core.policies import ORDERS, Policy
+from engine.core.pool import FREE_ORDERS
+
+__all__ = ["PRESETS", "SAME_STEP", "SchedulerConfig", "preset"]
+
+SAME_STEP = ("share", "off", "defer")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What the scheduler decides by. Option names are vLLM's where vLLM has the option.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    num_blocks: int
+    """Usable KV blocks of the device."""
+    max_model_len: int
+    """Most tokens of a request, prompt and output together."""
+    block_size: int = 16
+    """Tokens a block."""
+    max_num_seqs: int = 256
+    """Most running requests."""
+    max_num_batched_tokens: int = 2048
+    """Most new tokens in a step, prefill and decode together."""
+    enable_prefix_caching: bool = True
+    watermark: float = 0.0
+    """Share of the blocks that an admission leaves free, as long as something is running."""
+    long_prefill_token_threshold: int = 0
+    """Most prompt tokens of one request in a step; 0: no such limit."""
+    num_lookahead_tokens: int = 0
+    """Slots that a request is given beyond the tokens of the step (speculative decoding)."""
+    scheduler_reserve_full_isl: bool = True
+    """Admit a request only if its whole prompt fits, not merely its first chunk."""
+    same_step: str = "share"
+    """A prefix that a step in flight writes: `share` it at once, `off` (compute it again), or `defer` until written."""
+    free_order: str = "blank-first"
+    """Which free blocks are used first: see engine.core.pool."""
+    scheduling_policy: str = "fcfs"
+    steps_in_flight: int = 1
+    """1: schedule, run, complete. 2: schedule the next step while one runs (asynchronous scheduling)."""
+    policies: tuple[Policy, ...] = field(default=())
+    """A user's own policies; each replaces the built-in one of its kind."""
+
+    def __post_init__(self) -> None:
+        at_least_1 = ("num_blocks", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        for name in at_least_1:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("long_prefill_token_threshold", "num_lookahead_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark is {self.watermark}; it must be at least 0 and below 1")
+        if self.steps_in_flight not in (1, 2):
+            raise ConfigError(f"steps_in_flight is {self.steps_in_flight}; it must be 1 or 2")
+        choices = {"same_step": SAME_STEP, "free_order": FREE_ORDERS, "scheduling_policy": ORDERS}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}), or some running requests would never get a turn"
+            )
+
+    @property
+    def watermark_blocks(self) -> int:
+        return int(self.watermark * self.num_blocks)
+
+
+PRESETS: dict[str, dict[str, object]] = {
+    "vllm-0.19": {
+        "free_order": "single-queue",
+        "same_step": "share",
+        "watermark": 0.0,
+        "scheduler_reserve_full_isl": True,
+        "enable_prefix_caching": True,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 2048,
+        "block_size": 16,
+    },
+    "vllm-0.33": {
+        "free_order": "blank-first",
+        "same_step": "share",
+        "watermark": 0.0,
+        "scheduler_reserve_full_isl": True,
+        "enable_prefix_caching": True,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 2048,
+        "block_size": 16,
+    },
+}
+"""Options by the engine and version whose scheduler they stand for."""
+PRESETS["vllm-v1"] = PRESETS["vllm-0.33"]
+
+
+def preset(name: str) -> dict[str, object]:
+    """The options of a preset, by name.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"there is no preset {name!r}; choose one of {', '.join(PRESETS)}")
+    return dict(PRESETS[name])

@@ -1,0 +1,799 @@
+"""Decides what runs in the next step, as vLLM V1 does: one token budget for prefill and decode, running requests
+first, chunked prefill, recompute when memory runs out.
+
+The loop of a caller, for one or two steps in flight (see drive.py):
+
+    plan = schedule(now)            # decides; blocks are taken and promised
+    ... the executor runs the plan ...
+    events = complete(plan, outcome)
+
+Plans are completed in the order in which they were made. `horizon` says for how many further completions nothing is
+left to decide, and `advance` does all of them at once, with the same result.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import TypeVar
+
+from engine.core.cohort import DecodeCohort, by_key
+from engine.core.errors import CoreError, InvalidRequest, InvariantError, PolicyError
+from engine.core.manager import BlockManager
+from engine.core.policies import ORDERS, Admission, LastIn, Order, Policy, RequestView, Victim, WholePrompt
+from engine.core.presets import SchedulerConfig
+from engine.core.request import FINISHED, RUNNING, WAITING, Request
+from engine.core.types import (
+    NO_LIMIT,
+    BlockHash,
+    BlockId,
+    Finish,
+    PlanItem,
+    RequestSpec,
+    StepEvents,
+    StepOutcome,
+    StepPlan,
+    Usage,
+)
+from engine.core.waiting import WaitingQueue
+
+__all__ = ["CohortRows", "Horizon", "Scheduler"]
+
+_T = TypeVar("_T")
+
+Horizon = tuple[int, str]
+"""How many completions decide nothing, and the term that ends them: `steady` (0 of them: the newest plans are not
+plain decode steps), `finish`, `max_tokens`, `max_model_len` or `blocks`."""
+
+
+class CohortRows:
+    """The decode rows of one plan."""
+
+    __slots__ = ("_scheduler", "_seq", "context_tokens", "num")
+
+    def __init__(self, scheduler: Scheduler, seq: int, num: int, context_tokens: int) -> None:
+        self._scheduler = scheduler
+        self._seq = seq
+        self.num = num
+        self.context_tokens = context_tokens
+
+    def rows(self) -> list[PlanItem]:
+        return self._scheduler.decode_rows(self._seq) if self.num else []
+
+
+class _InFlight:
+    """A plan that was made and not completed, and what its completion has to see to."""
+
+    __slots__ = ("detached", "pending_keys", "plan", "resumed")
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.detached: list[Request] = []
+        """Requests that were cohort rows of this plan and have left the cohort since, but still want its token."""
+        self.pending_keys: list[BlockHash] = []
+        """Content that this plan writes, where same_step is `defer`."""
+        self.resumed: list[tuple[int, int]] = []
+        """(request, the plan that sampled for it before), of rows that sample after a pause."""
+
+
+class Scheduler:
+    """Requests in, step plans out. Deterministic; knows no clock and no executor."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.manager = BlockManager(
+            config.num_blocks, config.block_size, config.enable_prefix_caching, config.free_order
+        )
+        self._cohort = DecodeCohort(config.block_size, config.num_lookahead_tokens)
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+        self._waiting = WaitingQueue()
+        self._running: list[Request] = []
+        """All requests that hold blocks, in order."""
+        self._chunks: list[Request] = []
+        """Running requests outside the cohort that have tokens to compute, in order."""
+        self._seq = 0
+        self._done = 0
+        self._flight: deque[_InFlight] = deque()
+        self._sched_tokens = 0
+        """Sum of sched over running requests."""
+        self._filled = 0
+        """Fills of cohort members up to this plan are published (same_step `share`)."""
+        self._writing: dict[BlockHash, int] = {}
+        """Content that plans in flight write (same_step `defer`)."""
+        self._new_writes: list[BlockHash] = []
+        self._lag = 0
+        """Plans that were in flight when the newest plan was made."""
+        self._share = config.same_step == "share"
+        self._defer = config.same_step == "defer"
+        chosen = {type_: policy for policy in config.policies for type_ in (Order, Admission, Victim) if isinstance(policy, type_)}
+        self._order: Policy = chosen.get(Order) or ORDERS[config.scheduling_policy]()
+        self._admission: Policy = chosen.get(Admission) or WholePrompt()
+        self._victim: Policy = chosen.get(Victim) or LastIn()
+        self._plain_admission = type(self._admission) is WholePrompt
+        self._plain_victim = type(self._victim) is LastIn
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    def add(self, spec: RequestSpec, now: int) -> int:
+        """Put a request into the queue; returns its id.
+
+        Raises:
+            InvalidRequest: it can never be served. It is refused, and takes no id.
+        """
+        config = self.config
+        if spec.num_prompt_tokens < 1:
+            raise InvalidRequest(f"the prompt has {spec.num_prompt_tokens} tokens; it needs at least 1")
+        if spec.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {spec.max_tokens}; it must be at least 1")
+        if spec.num_prompt_tokens >= config.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {spec.num_prompt_tokens} tokens, which leaves no room for an output "
+                f"within max_model_len = {config.max_model_len}"
+            )
+        cap = min(spec.max_tokens, config.max_model_len - spec.num_prompt_tokens)
+        tokens = min(spec.num_prompt_tokens + cap - 1 + config.num_lookahead_tokens, config.max_model_len)
+        blocks = -(-tokens // config.block_size)
+        if blocks > config.num_blocks:
+            raise InvalidRequest(
+                f"{spec.num_prompt_tokens} prompt and up to {cap} output tokens need {blocks} blocks of "
+                f"{config.block_size}, and the pool has {config.num_blocks}; it can never fit"
+            )
+        identity = spec.identity
+        shared = 0 if identity is None else identity.shared_tokens // config.block_size
+        id = self._next_id
+        view = RequestView(
+            id, spec.arrival, spec.num_prompt_tokens, spec.max_tokens, spec.priority, spec.deadline, spec.tenant, 0, 0, 0, 0
+        )
+        key = self._ask(self._order, lambda: (*self._order.key(view), spec.arrival, id))  # type: ignore[attr-defined]
+        request = Request(id, spec, cap, shared, key)
+        self._next_id += 1
+        self._requests[id] = request
+        self._waiting.push(request)
+        return id
+
+    def abort(self, id: int) -> bool:
+        """Forget a request, wherever it is. Tokens that are being sampled for it are dropped.
+
+        Returns whether it was there.
+        """
+        request = self._requests.get(id)
+        if request is None:
+            return False
+        self._end(request)
+        return True
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._flight)
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the newest plan."""
+        return self._seq
+
+    # ---- what others may read ---------------------------------------------------------------------------------------
+
+    def table(self, id: int) -> Sequence[BlockId]:
+        """The block table of a running request."""
+        return self._requests[id].table
+
+    def num_output_tokens(self, id: int) -> int:
+        """Outputs of completed steps."""
+        request = self._requests[id]
+        return self._known(request) - request.num_prompt
+
+    def view_of(self, request: Request) -> RequestView:
+        spec = request.spec
+        sched = request.base + self._seq if request.in_cohort else request.sched
+        return RequestView(
+            request.id,
+            spec.arrival,
+            spec.num_prompt_tokens,
+            spec.max_tokens,
+            spec.priority,
+            spec.deadline,
+            spec.tenant,
+            self._known(request) - request.num_prompt,
+            sched,
+            len(request.table),
+            request.epoch,
+        )
+
+    def decode_rows(self, seq: int) -> list[PlanItem]:
+        """The cohort rows of plan `seq`, in order. Only right after `schedule` made that plan."""
+        rows = []
+        for request in self._running:
+            if request.in_cohort:
+                if request.join_seq < seq:
+                    rows.append(PlanItem(request.id, request.epoch, request.base + seq - 1, 1, True))
+            elif request.row_seq == seq:
+                rows.append(PlanItem(request.id, request.epoch, request.sched - 1, 1, True))
+        return rows
+
+    def scheduled_order(self, plan: StepPlan) -> list[PlanItem]:
+        """All rows in the order in which they got their place. Only right after `schedule` made that plan."""
+        admitted = set(plan.admitted)
+        rows = plan.decodes.rows() + [item for item in plan.prefills if item.request not in admitted]
+        rows.sort(key=lambda item: self._requests[item.request].key)
+        return rows + [item for item in plan.prefills if item.request in admitted]
+
+    def usage(self) -> Usage:
+        """Where every slot is, once the plans so far have run."""
+        pool = self.manager.pool
+        size = self.config.block_size
+        unused = self.manager.num_table_blocks * size - self._sched_tokens
+        held = (pool.num_blocks - pool.num_free) * size - unused
+        may = cannot = 0
+        if self.config.num_lookahead_tokens:
+            for request in self._running:
+                sched = request.base + self._seq if request.in_cohort else request.sched
+                first = -(-sched // size) * size
+                slots = len(request.table) * size
+                limit = min(max(request.num_prompt + request.cap, first), slots)
+                may += limit - first
+                cannot += slots - limit
+        return Usage(
+            held=held,
+            tail=unused - may - cannot,
+            reserved_may=may,
+            reserved_cannot=cannot,
+            external=0,
+            transfer=0,
+            cached=pool.num_kept_free * size,
+            free=(pool.num_free - pool.num_kept_free) * size,
+            shared=self._sched_tokens - held,
+        )
+
+    # ---- a step -------------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: int) -> StepPlan:
+        """Decide the next step. A plan without rows means that nothing can run now; it is not in flight."""
+        seq = self._seq + 1
+        preempted: list[Request] = []
+        items: list[PlanItem] = []
+        budget = self.config.max_num_batched_tokens
+        if self._chunks:
+            self._dissolve_behind_chunks(budget)
+        self._place_running(seq, budget, items, preempted)
+        num_decodes = self._cohort.num  # after preemptions
+        budget -= num_decodes
+        for item in items:
+            budget -= item.num_tokens
+        admitted: list[int] = []
+        blocked = False
+        if self._waiting and not preempted:
+            blocked = self._admit(now, budget, items, admitted)
+        if not num_decodes and not items:
+            return StepPlan(0, now, (), CohortRows(self, 0, 0, 0), (), tuple(r.id for r in preempted), (), False)
+        return self._commit_plan(seq, now, num_decodes, items, admitted, preempted, blocked)
+
+    def _place_running(
+        self, seq: int, budget: int, items: list[PlanItem], preempted: list[Request]
+    ) -> None:
+        """Running requests get their tokens and blocks, in order; the last ones lose theirs if blocks run out."""
+        cohort = self._cohort
+        crossing = cohort.crossing(seq)
+        turns = crossing
+        if self._chunks:
+            turns = crossing + self._chunks
+            turns.sort(key=by_key)
+        if not self._chunks and len(crossing) <= self.manager.pool.num_free and not self.config.num_lookahead_tokens:
+            if crossing:
+                self.manager.append_block_each(crossing)
+        else:
+            left = budget - cohort.num
+            for request in turns:
+                if request.state != RUNNING:
+                    continue  # it was a victim in this very step
+                if request.in_cohort:
+                    self._make_room(request, request.base + seq, preempted)
+                    continue
+                num = min(request.known + request.pending - request.sched, left)
+                if 0 < self.config.long_prefill_token_threshold < num:
+                    num = self.config.long_prefill_token_threshold
+                if num <= 0:
+                    continue
+                before = len(preempted)
+                placed = self._make_room(request, request.sched + num, preempted)
+                left = budget - cohort.num - sum(item.num_tokens for item in items) if len(preempted) > before else left
+                if placed:
+                    left -= num
+                    self._plan_item(request, num, seq, items)
+        if cohort.num_sharing and self._share:
+            self._publish_fills(seq - len(self._flight))
+
+    def _make_room(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
+        """Blocks for `num_tokens` tokens (and the lookahead) of a running request, at the expense of those behind it.
+
+        Returns whether the request still runs.
+        """
+        manager = self.manager
+        if self.config.num_lookahead_tokens:
+            num_tokens = min(num_tokens + self.config.num_lookahead_tokens, self.config.max_model_len)
+        while manager.need(request, (), num_tokens) > manager.pool.num_free:
+            victim = self._choose_victim(request)
+            self._preempt(victim)
+            preempted.append(victim)
+            if victim is request:
+                return False
+        manager.append_slots(request, num_tokens)
+        return True
+
+    def _choose_victim(self, request: Request) -> Request:
+        """One of the running requests from `request` on: those before it have their place in this step."""
+        if self._plain_victim:
+            return self._running[-1]
+        candidates = self._running[bisect_left(self._running, request.key, key=by_key) :]
+        views = [self.view_of(candidate) for candidate in candidates]
+        chosen = self._ask(self._victim, lambda: self._victim.choose(views))  # type: ignore[attr-defined]
+        for candidate in candidates:
+            if candidate.id == chosen:
+                return candidate
+        raise PolicyError(f"policy {self._victim.name} chose {chosen!r} as victim, which is not one of the candidates")
+
+    def _plan_item(self, request: Request, num: int, seq: int, items: list[PlanItem]) -> None:
+        """`request` computes its next `num` tokens in plan `seq`, as a row of its own."""
+        start = request.sched
+        samples = start + num == request.known + request.pending
+        items.append(PlanItem(request.id, request.epoch, start, num, samples))
+        request.sched = start + num
+        self._sched_tokens += num
+        if self._share:
+            request.written = max(request.written, min(request.sched, request.known))
+            self.manager.publish(request, request.written)
+        elif self._defer:
+            self._note_writes(request, start)
+
+    def _admit(self, now: int, budget: int, items: list[PlanItem], admitted: list[int]) -> bool:
+        """Waiting requests start, in order, while there is room. Returns whether the head was left for lack of it."""
+        config = self.config
+        manager = self.manager
+        while self._waiting and budget > 0:
+            if len(self._running) >= config.max_num_seqs:
+                return True
+            request = self._waiting.peek()
+            hits = manager.lookup(request)
+            start = len(hits) * config.block_size
+            if self._defer and self._is_being_written(request, len(hits)):
+                return False
+            num = min(request.known - start, budget)
+            if 0 < config.long_prefill_token_threshold < num:
+                num = config.long_prefill_token_threshold
+            tokens = min(start + num + config.num_lookahead_tokens, config.max_model_len)
+            whole = max(tokens, request.known) if config.scheduler_reserve_full_isl else tokens
+            need = manager.need(request, hits, whole)
+            spare = config.watermark_blocks if self._running else 0
+            if need + spare > manager.pool.num_free:
+                return True
+            if not self._plain_admission and not self._admits(request, need):
+                return True
+            manager.allocate(request, hits, tokens)
+            self._waiting.pop()
+            request.state = RUNNING
+            request.sched = request.written = start
+            self._sched_tokens += start
+            self._insert_running(request)
+            admitted.append(request.id)
+            self._plan_item(request, num, self._seq + 1, items)
+            if request.sched < request.known:
+                self._insert_chunk(request)
+            budget -= num
+        return budget <= 0
+
+    def _admits(self, request: Request, need: int) -> bool:
+        view = self.view_of(request)
+        free = self.manager.pool.num_free
+        running = len(self._running)
+        return bool(self._ask(self._admission, lambda: self._admission.admits(view, need, free, running)))  # type: ignore[attr-defined]
+
+    def _commit_plan(
+        self,
+        seq: int,
+        now: int,
+        num_decodes: int,
+        items: list[PlanItem],
+        admitted: list[int],
+        preempted: list[Request],
+        blocked: bool,
+    ) -> StepPlan:
+        """The plan is made: count it, let finished prefills join the cohort and last rows leave it."""
+        cohort = self._cohort
+        self._seq = seq
+        self._lag = len(self._flight)
+        self._filled = seq - self._lag
+        context = cohort.context_tokens
+        cohort.advance(1)
+        self._sched_tokens += num_decodes
+        joined: list[tuple[int, int, int]] = []
+        plan = StepPlan(
+            seq,
+            now,
+            tuple(items),
+            CohortRows(self, seq, num_decodes, context),
+            tuple(admitted),
+            tuple(request.id for request in preempted),
+            (),
+            not items and not preempted and self._stays_blocked(blocked),
+        )
+        flight = _InFlight(plan)
+        if self._defer:
+            flight.pending_keys = self._new_writes
+            self._new_writes = []
+        self._flight.append(flight)
+        if num_decodes:
+            self._retire_capped(seq)
+        for item in items:
+            if not item.samples:
+                continue
+            request = self._requests[item.request]
+            request.pending += 1
+            if request in self._chunks:
+                self._chunks.remove(request)
+            outputs = request.known + request.pending - request.num_prompt
+            if outputs > 1:
+                flight.resumed.append((request.id, request.sample_seq))
+            request.sample_seq = seq
+            if outputs >= request.cap:
+                request.draining = True
+            else:
+                cohort.join(request, seq)
+                joined.append((request.id, request.epoch, outputs))
+        if joined:
+            plan.joined = tuple(joined)
+        return plan
+
+    def _stays_blocked(self, blocked: bool) -> bool:
+        """Whether nobody can be admitted as long as nothing finishes, arrives, or frees a block.
+
+        With every further token of the cohort, blocks get fewer and the running stay as many, so a head that was
+        refused is refused again; unless generated tokens are published that it could hit.
+        """
+        if not self._waiting:
+            return True
+        return blocked and not (self._cohort.num_sharing and len(self._running) < self.config.max_num_seqs)
+
+    def _retire_capped(self, seq: int) -> None:
+        """Members that sample their last token in plan `seq` take no part in later ones."""
+        for request in self._cohort.capped(seq):
+            self._leave_cohort(request)
+            request.draining = True
+            request.row_seq = seq
+
+    def _dissolve_behind_chunks(self, budget: int) -> None:
+        """If prefill chunks may leave no budget for decodes behind them, those decodes are placed one by one."""
+        demand = self._cohort.num
+        threshold = self.config.long_prefill_token_threshold or budget
+        for request in self._chunks:
+            demand += min(request.known + request.pending - request.sched, threshold)
+        if demand <= budget:
+            return
+        first = bisect_left(self._running, self._chunks[0].key, key=by_key)
+        for request in self._running[first:]:
+            if request.in_cohort:
+                self._leave_cohort(request)
+                self._insert_chunk(request)
+
+    # ---- leaving, ending ------------------------------------------------------------------------------------------------
+
+    def _leave_cohort(self, request: Request) -> None:
+        """The request goes on outside the cohort; it still gets the tokens that plans in flight sample for it."""
+        written = self._written(request)
+        self._cohort.leave(request, self._seq, self._done)
+        request.written = written
+        for flight in self._flight:
+            if flight.plan.seq > request.join_seq:
+                flight.detached.append(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Its blocks go back to the pool; it waits, in its old place, and computes everything again that is not hit."""
+        written = self._written(request)
+        if request.in_cohort:
+            self._leave_cohort(request)
+        elif request in self._chunks:
+            self._chunks.remove(request)
+        self._sched_tokens -= request.sched
+        self.manager.free(request, written, ended=False)
+        self._remove_running(request)
+        request.state = WAITING
+        request.draining = False
+        request.sched = request.written = 0
+        request.epoch += 1
+        self._waiting.push(request)
+
+    def _end(self, request: Request) -> None:
+        """The request is finished or aborted: everything it holds goes back, and nothing waits for it any more."""
+        if request.state == RUNNING:
+            written = self._written(request)
+            if request.in_cohort:
+                self._cohort.leave(request, self._seq, self._done)
+            elif request in self._chunks:
+                self._chunks.remove(request)
+            self._sched_tokens -= request.sched
+            self.manager.free(request, written, ended=True)
+            self._remove_running(request)
+        elif request.state == WAITING:
+            self._waiting.remove(request)
+        request.state = FINISHED
+        del self._requests[request.id]
+
+    def _written(self, request: Request) -> int:
+        """Leading tokens whose blocks the cache may keep when the request gives them up now.
+
+        They are written, or will be by a plan that runs. With same_step `share` that is what was published: at each
+        turn what is planned and known, and at each completion what is computed but for the samples still pending. With
+        two steps in flight the newest step's input is not known at its turn, so its block is not published yet.
+        """
+        if not request.in_cohort:
+            return request.written
+        newest = self._done
+        if self._share:
+            newest = max(newest, self._seq - self._lag)
+        elif newest < request.join_seq:
+            return request.written
+        return max(request.written, request.base + newest)
+
+    def _known(self, request: Request) -> int:
+        return request.base + max(self._done, request.floor) + 1 if request.in_cohort else request.known
+
+    def _insert_running(self, request: Request) -> None:
+        running = self._running
+        if not running or running[-1].key < request.key:
+            running.append(request)
+        else:
+            insort(running, request, key=by_key)
+
+    def _remove_running(self, request: Request) -> None:
+        running = self._running
+        if running[-1] is request:
+            running.pop()
+        else:
+            del running[bisect_left(running, request.key, key=by_key)]
+
+    def _insert_chunk(self, request: Request) -> None:
+        insort(self._chunks, request, key=by_key)
+
+    def _ask(self, policy: Policy, question: Callable[[], _T]) -> _T:
+        """Ask a policy, which may be a user's: whatever it raises is named as its own."""
+        try:
+            return question()
+        except CoreError:
+            raise
+        except Exception as error:
+            raise PolicyError(f"policy {policy.name} failed: {type(error).__name__}: {error}") from error
+
+    # ---- same-step sharing ----------------------------------------------------------------------------------------------
+
+    def _publish_fills(self, upto: int) -> None:
+        """Members that filled a block in a plan up to `upto` publish it."""
+        for seq in range(self._filled + 1, upto + 1):
+            for request in self._cohort.filling(seq):
+                self.manager.publish(request, request.base + seq)
+
+    def _note_writes(self, request: Request, start: int) -> None:
+        """Remember which contents the plan being made writes, so that nobody computes them a second time."""
+        size = self.config.block_size
+        for i in range(start // size, min(request.sched // size, request.shared_blocks)):
+            key = request.block_key(i)
+            self._writing[key] = self._writing.get(key, 0) + 1
+            self._new_writes.append(key)
+
+    def _is_being_written(self, request: Request, num_hits: int) -> bool:
+        """Whether the first block that `request` misses is being computed for another."""
+        limit = min((request.known - 1) // self.config.block_size, request.shared_blocks)
+        return num_hits < limit and request.block_key(num_hits) in self._writing
+
+    # ---- the end of a step ----------------------------------------------------------------------------------------------
+
+    def complete(self, plan: StepPlan, outcome: StepOutcome) -> StepEvents:
+        """The oldest plan in flight has run.
+
+        Raises:
+            InvariantError: another plan is older.
+        """
+        if not self._flight or self._flight[0].plan is not plan:
+            raise InvariantError(f"plan {plan.seq} is completed out of order")
+        flight = self._flight.popleft()
+        self._done = seq = plan.seq
+        requests = self._requests
+        if outcome.tokens is not None:
+            for id, token in outcome.tokens.items():
+                request = requests.get(id)
+                if request is not None and request.identity is not None:
+                    request.identity.append(token)
+        ends: dict[int, tuple[Request, str]] = {}
+        first: list[int] = []
+        for item in plan.prefills:
+            request = requests.get(item.request)
+            if request is None:
+                continue
+            if item.samples:
+                if not request.in_cohort:
+                    self._got_token(request, ends)
+                if self._known(request) == request.num_prompt + 1:
+                    first.append(request.id)
+            if not self._share and request.state == RUNNING and request.epoch == item.epoch:
+                request.written = max(request.written, item.start + item.num_tokens)
+                self.manager.publish(request, request.written)
+        for request in flight.detached:
+            if request.state != FINISHED and not request.in_cohort:
+                self._got_token(request, ends)
+        for key in flight.pending_keys:
+            if self._writing[key] == 1:
+                del self._writing[key]
+            else:
+                self._writing[key] -= 1
+        if not self._share and self._cohort.num_sharing:
+            for request in self._cohort.filling(seq):
+                if request.join_seq < seq:
+                    self.manager.publish(request, request.base + seq)
+        for finish in outcome.finished:
+            request = requests.get(finish.request)
+            if request is not None:
+                ends[request.id] = (request, finish.reason)
+        finished: list[Finish] = []
+        for request, reason in sorted(ends.values(), key=lambda end: end[0].key):
+            self._end(request)
+            finished.append(Finish(request.id, reason))
+        resumed = tuple((id, before) for id, before in flight.resumed if id in requests or id in ends)
+        return StepEvents(tuple(first), resumed, tuple(finished))
+
+    def _got_token(self, request: Request, ends: dict[int, tuple[Request, str]]) -> None:
+        """A step has sampled a token for a request outside the cohort."""
+        request.known += 1
+        request.pending -= 1
+        if request.state == RUNNING:
+            request.written = max(request.written, request.sched - request.pending)
+        if request.known - request.num_prompt >= request.cap:
+            ends[request.id] = (request, "length")
+
+    # ---- many steps at once ---------------------------------------------------------------------------------------------
+
+    def horizon(self, finish_bound: int) -> Horizon:
+        """For how many completions from now on nothing is to be decided, and what ends that.
+
+        Each is followed by a plan that is the last one again, one token later. `finish_bound`: as many completions
+        surely meet no stop. Policies add a limit in time: `stable_until`.
+        """
+        flight = self._flight
+        if not flight or not all(entry.plan.steady for entry in flight):
+            return 0, "steady"
+        oldest = flight[0].plan.seq
+        turns, term = finish_bound, "finish"
+        for entry in flight:
+            if entry.detached:
+                if entry.plan.seq - oldest < turns:
+                    turns, term = entry.plan.seq - oldest, self._cap_term(entry.detached)
+                break
+        cap_seq = self._cohort.next_cap()
+        if cap_seq - self._seq < turns:
+            turns, term = cap_seq - self._seq, self._cap_term(self._cohort.capped(cap_seq))
+        within = self._cohort.turns_within(self._seq, self.manager.pool.num_free)
+        if within < turns:
+            turns, term = within, "blocks"
+        return turns, term
+
+    def _cap_term(self, requests: Sequence[Request]) -> str:
+        return "max_tokens" if any(r.cap == r.spec.max_tokens for r in requests) else "max_model_len"
+
+    def stable_until(self, now: int) -> int:
+        """The time in ns up to which all policies promise to answer as they did."""
+        policies = (self._order, self._admission, self._victim)
+        return min(self._ask(policy, lambda p=policy: p.stable_until(now)) for policy in policies)  # type: ignore[misc]
+
+    def advance(self, ends: Sequence[int]) -> list[StepPlan]:
+        """So many completions at once, at these times in ns, each followed by the next plan of the same cohort.
+
+        At most as many as `horizon` says. Returns the plans that are in flight now, oldest first.
+        """
+        turns = len(ends)
+        cohort = self._cohort
+        manager = self.manager
+        flight = self._flight
+        lag = len(flight) - 1
+        first = self._seq + 1
+        last = self._seq + turns
+        simple = not self.config.num_lookahead_tokens
+        for seq in range(first, last + 1):
+            if not self._share and cohort.num_sharing:
+                done = seq - 1 - lag
+                for request in cohort.filling(done):
+                    manager.publish(request, request.base + done)
+            crossing = cohort.crossing(seq)
+            if crossing:
+                if simple:
+                    manager.append_block_each(crossing)
+                else:
+                    for request in crossing:
+                        self._make_room(request, request.base + seq, [])
+            if self._share and cohort.num_sharing:
+                self._publish_fills(seq - lag)
+                self._filled = seq - lag
+        self._filled = last - lag
+        self._lag = lag
+        context = cohort.context_tokens
+        cohort.advance(turns)
+        self._sched_tokens += cohort.num * turns
+        for _ in range(min(turns, len(flight))):
+            flight.popleft()
+        for seq in range(max(first, last - lag), last + 1):
+            rows = CohortRows(self, seq, cohort.num, context + (seq - first) * cohort.num)
+            flight.append(_InFlight(StepPlan(seq, ends[seq - first], (), rows, (), (), (), True)))
+        self._seq = last
+        self._done += turns
+        self._retire_capped(last)
+        return [entry.plan for entry in flight]
+
+    # ---- checks ---------------------------------------------------------------------------------------------------------
+
+    def digest(self) -> str:
+        """A fingerprint of everything that decides what happens next."""
+        running = [
+            (r.id, r.epoch, self._known(r), r.base + self._seq if r.in_cohort else r.sched, r.draining, self._written(r))
+            for r in self._running
+        ]
+        waiting = [(r.id, r.epoch, r.known, r.pending) for r in self._waiting.ordered()]
+        state = (self._seq, self._done, running, waiting, [r.id for r in self._chunks], self.manager.digest(self._running))
+        return blake2b(repr(state).encode(), digest_size=16).hexdigest()
+
+    def check(self) -> None:
+        """Every promise about requests and blocks, by walking all of them.
+
+        Raises:
+            InvariantError: with the state that breaks it.
+        """
+        self.manager.check(list(self._requests.values()))
+        state = "\n".join(map(repr, self._requests.values()))
+
+        def demand(holds: bool, promise: str) -> None:
+            if not holds:
+                raise InvariantError(promise, state)
+
+        running = [r for r in self._requests.values() if r.state == RUNNING]
+        demand(sorted(running, key=by_key) == self._running, "the running requests are not all listed in order")
+        waiting = [r for r in self._requests.values() if r.state == WAITING]
+        demand(sorted(waiting, key=by_key) == self._waiting.ordered(), "the waiting requests are not all queued")
+        demand(len(waiting) == len(self._waiting), "the waiting requests are miscounted")
+        members = [r for r in running if r.in_cohort]
+        demand(sorted(self._cohort.members(), key=by_key) == sorted(members, key=by_key), "the cohort lists others")
+        demand(len(members) == self._cohort.num, "the cohort is miscounted")
+        demand(
+            sum(r.base + self._seq for r in members) == self._cohort.context_tokens, "the cohort's tokens are miscounted"
+        )
+        demand(
+            self._sched_tokens == sum(r.base + self._seq if r.in_cohort else r.sched for r in running),
+            "planned tokens are miscounted",
+        )
+        chunks = [r for r in running if not r.in_cohort and not r.draining]
+        demand(chunks == self._chunks, "prefills are not all listed in order")
+        demand(len(self._running) <= self.config.max_num_seqs, "more requests run than max_num_seqs")
+        usage = self.usage()
+        slots = sum(usage) - usage.shared
+        demand(slots == self.config.num_blocks * self.config.block_size, f"usage sums to {slots} slots: {usage}")
+        demand(min(usage) >= 0, f"a part of usage is negative: {usage}")
+        size = self.config.block_size
+        for r in running:
+            sched = r.base + self._seq if r.in_cohort else r.sched
+            known = self._known(r)
+            pending = self._seq - max(self._done, r.floor) if r.in_cohort else r.pending
+            demand(0 < sched <= len(r.table) * size, f"request {r.id} has no slot for each of its tokens")
+            demand(sched <= known + pending, f"request {r.id} has more tokens planned than it has")
+            demand(0 <= pending <= len(self._flight), f"request {r.id} waits for {pending} tokens")
+            demand(self._written(r) <= sched, f"request {r.id} has more written than planned")
+            demand(known - r.num_prompt <= r.cap, f"request {r.id} has more outputs than it may")
+            table_limit = min(r.num_prompt + r.cap + self.config.num_lookahead_tokens, self.config.max_model_len)
+            demand(len(r.table) <= -(-table_limit // size), f"the table of request {r.id} is too long")

@@ -1,0 +1,253 @@
+"""The records that cross the core's border: what a request asks, what a step does, what came of it.
+
+All times are integer nanoseconds. All of these are written once and then only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NewType, Protocol
+
+__all__ = [
+    "NO_LIMIT",
+    "BlockCopy",
+    "BlockHash",
+    "BlockId",
+    "BlockIdentity",
+    "Cohort",
+    "Executor",
+    "FastExecutor",
+    "Finish",
+    "PlanItem",
+    "PlanView",
+    "RequestSpec",
+    "StepEvents",
+    "StepOutcome",
+    "StepPlan",
+    "Usage",
+]
+
+BlockId = NewType("BlockId", int)
+BlockHash = NewType("BlockHash", object)
+"""What makes two full blocks the same. Hashable: bytes for real tokens, int for identities of a trace."""
+
+NO_LIMIT = 1 << 62
+"""'Never', for counts of steps and for times in ns."""
+
+
+class BlockIdentity(Protocol):
+    """What the content of a request's blocks is: equal keys mean equal KV, from the prompt's start on."""
+
+    @property
+    def shared_tokens(self) -> int:
+        """Leading tokens that another request may have too. Blocks beyond are private to this request."""
+        ...
+
+    @property
+    def shares_output(self) -> bool:
+        """Whether generated tokens have an identity that another request may have."""
+        ...
+
+    def key(self, index: int) -> BlockHash:
+        """The key of full block `index`; its last token must be known."""
+        ...
+
+    def append(self, token: int) -> None:
+        """One generated token became known."""
+        ...
+
+
+class RequestSpec(NamedTuple):
+    """A request as its sender gives it."""
+
+    arrival: int
+    """When it was sent, in ns."""
+    num_prompt_tokens: int
+    max_tokens: int
+    """The most tokens it may generate."""
+    identity: BlockIdentity | None = None
+    """None: nothing of it can be shared, and nobody else's blocks can serve it."""
+    priority: int = 0
+    """Lower is served first, as in vLLM."""
+    deadline: int = NO_LIMIT
+    tenant: int = 0
+
+
+class PlanItem(NamedTuple):
+    """One row of a step outside the cohort: a prefill chunk, a recompute, or a decode that rejoins."""
+
+    request: int
+    epoch: int
+    """How often the request had been preempted when this was planned."""
+    start: int
+    """Tokens of the request whose KV is in its blocks before the step."""
+    num_tokens: int
+    samples: bool
+    """Whether the row's last token yields an output token."""
+
+
+class BlockCopy(NamedTuple):
+    src: BlockId
+    dst: BlockId
+
+
+class Cohort(Protocol):
+    """All rows of a step that decode one token each, as one object."""
+
+    @property
+    def num(self) -> int: ...
+
+    @property
+    def context_tokens(self) -> int:
+        """Sum over rows of the tokens in the cache before the step."""
+        ...
+
+    def rows(self) -> list[PlanItem]:
+        """The rows in scheduled order. To be called before the scheduler is touched again."""
+        ...
+
+
+class StepPlan:
+    """What the executor has to do in one step. Steps run in the order of `seq`.
+
+    Phases run in the order swap_out, swap_in, copies, writes (prefills and decodes together).
+    """
+
+    __slots__ = (
+        "admitted",
+        "copies",
+        "decodes",
+        "joined",
+        "now",
+        "preempted",
+        "prefills",
+        "seq",
+        "steady",
+        "swap_in",
+        "swap_out",
+    )
+
+    def __init__(
+        self,
+        seq: int,
+        now: int,
+        prefills: tuple[PlanItem, ...],
+        decodes: Cohort,
+        admitted: tuple[int, ...],
+        preempted: tuple[int, ...],
+        joined: tuple[tuple[int, int, int], ...],
+        steady: bool,
+    ) -> None:
+        self.seq = seq
+        """Number of the plan, from 1 on."""
+        self.now = now
+        """When it was decided, in ns."""
+        self.prefills = prefills
+        self.decodes = decodes
+        self.admitted = admitted
+        """Requests that began (or began again) to run, in order."""
+        self.preempted = preempted
+        """Requests that lost their blocks, in the order of preemption."""
+        self.joined = joined
+        """(request, epoch, outputs it will have after this step): will be cohort rows from the next plan on."""
+        self.steady = steady
+        """The next plan will be this one again, one token later, unless a horizon ends or something arrives."""
+        self.copies: tuple[BlockCopy, ...] = ()
+        self.swap_out: tuple[BlockCopy, ...] = ()
+        self.swap_in: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of the step, over all rows."""
+        return self.decodes.num + sum(item.num_tokens for item in self.prefills)
+
+    @property
+    def num_rows(self) -> int:
+        """0: nothing could be scheduled. Such a plan is not run, has seq 0, and may still have preempted somebody."""
+        return self.decodes.num + len(self.prefills)
+
+
+class Finish(NamedTuple):
+    request: int
+    reason: str
+    """`stop` (met a stop token or string), `length` (max_tokens or the model's length) or `abort`."""
+
+
+class StepOutcome(NamedTuple):
+    """What came of a step."""
+
+    end: int
+    """When it ended, in ns."""
+    tokens: Mapping[int, int] | None = None
+    """The sampled token of each request that sampled. None where tokens have no value (the simulator)."""
+    finished: tuple[Finish, ...] = ()
+    """Who met a stop in this step. Reaching max_tokens is the core's to notice, and need not be told."""
+    parents: tuple[int, ...] = ()
+    """Reorders a beam or sampling group; empty where there is none."""
+
+
+class StepEvents(NamedTuple):
+    """What a completed step means for requests."""
+
+    first_tokens: tuple[int, ...]
+    """Requests that got their first output token."""
+    resumed: tuple[tuple[int, int], ...]
+    """(request, number of the plan that sampled its previous token), of rows outside the cohort: the gap between
+    the two tokens may span several steps."""
+    finished: tuple[Finish, ...]
+
+
+class Usage(NamedTuple):
+    """Where every slot of the pool is. All but `shared` sum to the size of the pool."""
+
+    held: int
+    """Physical slots that carry a token, each counted once."""
+    tail: int
+    """Unused slots in the last blocks of requests."""
+    reserved_may: int
+    """Unused whole blocks of requests, up to prompt + max_tokens."""
+    reserved_cannot: int
+    """The same beyond prompt + max_tokens."""
+    external: int
+    """Free, but in no hole that fits the head of the queue. Always 0 in a paged pool."""
+    transfer: int
+    """Held only by a transfer."""
+    cached: int
+    """Free, with content that a prefix hit could still use."""
+    free: int
+    shared: int
+    """Slots saved by sharing: logical minus physical."""
+
+
+class PlanView(Protocol):
+    """What an executor may read of the scheduler while it runs a plan."""
+
+    def table(self, request: int) -> Sequence[BlockId]:
+        """The request's block table, live: read it before the scheduler is touched again."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps in the order in which they are submitted."""
+
+    def submit(self, plan: StepPlan, view: PlanView, now: int) -> None: ...
+
+    def collect(self) -> StepOutcome:
+        """The outcome of the oldest step that was submitted and not collected; waits for it."""
+        ...
+
+
+class FastExecutor(Executor, Protocol):
+    """An executor that knows the future well enough to run many steps at once: the simulator."""
+
+    def finish_bound(self) -> int:
+        """How many completions from now (of the oldest step in flight on) surely meet no stop."""
+        ...
+
+    def preview(self, turns: int) -> Sequence[int]:
+        """End times in ns of the next `turns` completions, if the newest submitted plan repeats."""
+        ...
+
+    def advance(self, ends: Sequence[int], plans: Sequence[StepPlan]) -> None:
+        """So many steps completed, at these times; `plans` are now the ones in flight, oldest first."""
+        ...
