@@ -1,0 +1,343 @@
+"""The command line: `kvtwin COMMAND ...`.
+
+Only the command that runs is imported, so that help is fast and a command without tensors loads no torch.
+Exit codes: 0 it ran, 2 the input cannot be (one sentence on standard error), 130 interrupted (what there is was
+written), 1 and a traceback: a fault of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from experiments.config import SECTIONS, Option, nearest, options, resolve
+from experiments.errors import UsageError, one_sentence
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of one command that is not an option of the configuration."""
+
+    names: tuple[str, ...]
+    help: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: which function runs it, and what it takes."""
+
+    help: str
+    target: str
+    """`module:function`; called with (config, args, terminal), returns the summary that --json prints."""
+    sections: tuple[str, ...] = ()
+    """Sections of options it takes whole."""
+    options: tuple[str, ...] = ()
+    """Single options beside those."""
+    arguments: tuple[Argument, ...] = ()
+    defaults: tuple[tuple[str, Any], ...] = ()
+    """Options whose default differs from the configuration's."""
+    required: tuple[str, ...] = ()
+    details: str = ""
+
+
+def _argument(*names: str, help: str, **settings: Any) -> Argument:
+    return Argument(names, help, settings)
+
+
+_ENGINE = ("model", "memory", "scheduler")
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        "text from the engine, then three real runs beside their simulation, and a page about it",
+        "experiments.demo:execute",
+        options=("model", "device", "threads", "seed", "out"),
+        arguments=(_argument("--fresh", help="profile again even if a finished profile fits", action="store_true"),),
+        defaults=(("out", "results/demo"),),
+    ),
+    "generate": Command(
+        "text for prompts, from the engine",
+        "experiments.generate:execute",
+        sections=("model", "memory", "scheduler", "sampling"),
+        options=("seed",),
+        arguments=(
+            _argument(
+                "prompts", help="the prompts; - reads standard input, one prompt a line", nargs="+", metavar="PROMPT"
+            ),
+        ),
+    ),
+    "profile": Command(
+        "time batches of many shapes through the engine",
+        "experiments.profile:execute",
+        sections=("model", "memory", "profile"),
+        options=("max_num_seqs", "max_num_batched_tokens", "max_model_len", "seed", "out"),
+        defaults=(("out", "profile.parquet"),),
+    ),
+    "calibrate": Command(
+        "fit the step time to a profile and say how far to trust it",
+        "experiments.calibrate:execute",
+        options=("seed", "out"),
+        arguments=(_argument("profile", help="what `kvtwin profile` wrote", metavar="PROFILE"),),
+        defaults=(("out", "calibration.json"),),
+    ),
+    "simulate": Command(
+        "serve a trace in the simulator",
+        "experiments.simulate:execute",
+        sections=(*_ENGINE, "workload", "time", "slo"),
+        options=("out",),
+        required=("trace", "out"),
+    ),
+    "run": Command(
+        "serve a trace with the real engine, in real time",
+        "experiments.run:execute",
+        sections=(*_ENGINE, "workload", "slo"),
+        options=("out",),
+        required=("trace", "out"),
+    ),
+    "compare": Command(
+        "lay a real run and a simulated one side by side",
+        "experiments.compare:execute",
+        options=("out",),
+        arguments=(
+            _argument("real", help="results of `kvtwin run`", metavar="REAL_DIR"),
+            _argument("simulated", help="results of `kvtwin simulate`", metavar="SIM_DIR"),
+            _argument(
+                "--again",
+                help="a further real run of the same (repeatable); three in all make a verdict with a range",
+                action="append",
+                nargs="+",
+                default=[],
+                metavar="REAL_DIR",
+            ),
+            _argument(
+                "--decisions",
+                help="replay what the engine recorded and count the steps that differ",
+                action="store_true",
+            ),
+        ),
+        required=("out",),
+    ),
+    "decisions": Command(
+        "replay recorded decisions of a real scheduler through the core",
+        "experiments.decisions:execute",
+        options=("preset",),
+        arguments=(_argument("file", help="a file of recorded decisions (also .gz, .xz)", metavar="FILE"),),
+    ),
+    "trace stats": Command(
+        "lengths, rate, burstiness and prefix reuse of a trace",
+        "experiments.tracecmd:stats",
+        options=("num_requests", "dequantize", "seed", "block_size", "out"),
+        arguments=(
+            _argument("file", help="a trace or a generator's YAML", metavar="FILE"),
+            _argument("--lru-tokens", help="cache sizes for LRU hit shares, comma-separated", metavar="N,N"),
+        ),
+    ),
+    "trace generate": Command(
+        "make a trace from a generator's YAML",
+        "experiments.tracecmd:generate",
+        options=("num_requests", "seed", "out"),
+        arguments=(_argument("file", help="the generator's YAML", metavar="FILE"),),
+        required=("out",),
+    ),
+    "trace convert": Command(
+        "read a trace in any known format and write it in ours",
+        "experiments.tracecmd:convert",
+        options=("num_requests", "dequantize", "seed", "out"),
+        arguments=(_argument("file", help="a trace", metavar="FILE"),),
+        required=("out",),
+    ),
+}
+
+_GROUPS = {"trace": "look at, make and convert traces"}
+"""Commands that only lead to further ones."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(_reworded(message, self.prog))
+
+
+def _reworded(message: str, prog: str) -> str:
+    if message.startswith("the following arguments are required: "):
+        return f"`{prog}` needs {message.removeprefix('the following arguments are required: ')}."
+    if message.startswith("argument "):
+        name, _, what = message.removeprefix("argument ").partition(": ")
+        return f"{name}: {what}."
+    return message[:1].upper() + message[1:] + "."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        sentence = one_sentence(error)
+        if sentence is None:
+            raise
+        print(sentence, file=sys.stderr)
+        return 2
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"kvtwin {version('kvtwin')}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name in _GROUPS:
+        inner = [key.split()[1] for key in COMMANDS if key.startswith(name + " ")]
+        if not rest or rest[0] in ("-h", "--help"):
+            print(_overview(name))
+            return 0
+        if rest[0] not in inner:
+            raise UsageError(
+                f"`kvtwin {name}` knows {', '.join(inner)}, but not {rest[0]}{nearest(rest[0], inner) or '.'}"
+            )
+        name, rest = f"{name} {rest[0]}", rest[1:]
+    if name not in COMMANDS:
+        valid = sorted({key.split()[0] for key in COMMANDS})
+        close = nearest(name, valid) or f"; there are {', '.join(valid)}."
+        raise UsageError(f"There is no command {name}{close}")
+    return _run(name, COMMANDS[name], rest)
+
+
+def _overview(group: str = "") -> str:
+    """The list of commands."""
+    rows = [(key, command.help) for key, command in COMMANDS.items() if key.startswith(group)]
+    width = max(len(key) for key, _ in rows) + 2
+    lines = [f"usage: kvtwin {group + ' ' if group else ''}COMMAND ... (kvtwin COMMAND --help says more)", ""]
+    lines += [f"  {key.ljust(width)}{text}" for key, text in rows]
+    return "\n".join(lines)
+
+
+def _parser(name: str, command: Command) -> _Parser:
+    parser = _Parser(
+        prog=f"kvtwin {name}",
+        description=command.help[:1].upper() + command.help[1:] + ".",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=116),
+    )
+    for argument in command.arguments:
+        parser.add_argument(*argument.names, help=argument.help, **argument.settings)
+    common = parser.add_argument_group("common")
+    common.add_argument("--config", metavar="FILE", help="YAML with `option: value` lines")
+    common.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="sets any option; repeatable")
+    common.add_argument("--json", action="store_true", help="print the summary to standard output, and nothing else")
+    defaults = dict(command.defaults)
+    groups: dict[str, Any] = {}
+    for section in sorted({option.section for option in _taken(command)}, key=list(SECTIONS).index):
+        groups[section] = parser.add_argument_group(SECTIONS[section])
+    for option in _taken(command):
+        _add_flag(
+            groups[option.section], option, defaults.get(option.name, option.default), option.name in command.required
+        )
+    return parser
+
+
+def _taken(command: Command) -> list[Option]:
+    return [
+        option for option in options().values() if option.section in command.sections or option.name in command.options
+    ]
+
+
+def _add_flag(group: Any, option: Option, default: Any, required: bool) -> None:
+    text = option.help
+    if option.choices:
+        text += f"; one of {', '.join(option.choices)}"
+    notes = [option.limits] if option.limits and len(option.limits) < 36 else []
+    negative = "--no-" + option.flag.removeprefix("--")
+    if required:
+        notes.append("required")
+    elif option.kind is bool:
+        notes.append(f"default yes; {negative} turns it off" if default else "default no")
+    elif default not in (None, ()):
+        notes.append(f"default {default}")
+    if notes:
+        text += f" ({', '.join(notes)})"
+    text = text.replace("%", "%%")
+    dest = f"option_{option.name}"
+    if option.kind is bool:
+        group.add_argument(option.flag, dest=dest, action="store_true", default=argparse.SUPPRESS, help=text)
+        group.add_argument(negative, dest=dest, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    else:
+        metavar = option.metavar or (option.unit.upper() if option.unit else _METAVARS[option.kind])
+        action = "append" if option.repeated else "store"
+        group.add_argument(
+            option.flag, dest=dest, action=action, default=argparse.SUPPRESS, metavar=metavar, help=text, type=str
+        )
+
+
+_METAVARS = {int: "N", float: "X", str: "NAME"}
+
+
+def _run(name: str, command: Command, words: list[str]) -> int:
+    parser = _parser(name, command)
+    if "-h" in words or "--help" in words:
+        parser.print_help()
+        return 0
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise UsageError(_unknown(name, command, unknown[0]))
+    flags = {key.removeprefix("option_"): value for key, value in vars(args).items() if key.startswith("option_")}
+    config = resolve(flags, args.set, args.config, dict(command.defaults))
+    for key in command.required:
+        if getattr(config, key) is None:
+            raise UsageError(f"`kvtwin {name}` needs {options()[key].flag}.")
+
+    from experiments.terminal import Terminal
+
+    module, _, function = command.target.partition(":")
+    try:
+        execute = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name in ("torch", "tokenizers", "safetensors"):
+            raise UsageError(f"`kvtwin {name}` needs {error.name}: pip install 'kvtwin[engine]'.") from error
+        raise
+    terminal = Terminal(quiet_stdout=args.json)
+    try:
+        summary = execute(config, args, terminal)
+    except ModuleNotFoundError as error:
+        if error.name in ("torch", "tokenizers", "safetensors"):
+            raise UsageError(f"`kvtwin {name}` needs {error.name}: pip install 'kvtwin[engine]'.") from error
+        raise
+    if args.json:
+        print(json.dumps(summary, indent=2, ensure_ascii=False))
+    return 130 if terminal.interrupted else 0
+
+
+def _unknown(name: str, command: Command, word: str) -> str:
+    """The complaint about an option or argument that the command does not take."""
+    if not word.startswith("-"):
+        return f"`kvtwin {name}` does not know what to do with {word}."
+    flag = word.partition("=")[0]
+    valid = [option.flag for option in _taken(command)] + ["--config", "--set", "--json"]
+    valid += ["--no-" + option.flag[2:] for option in _taken(command) if option.kind is bool]
+    valid += [flag for argument in command.arguments for flag in argument.names if flag.startswith("-")]
+    if flag in {option.flag for option in options().values()}:
+        return f"`kvtwin {name}` does not take {flag}; see kvtwin {name} --help."
+    close = nearest(flag, valid)
+    return f"`kvtwin {name}` has no option {flag}{close or f'; see kvtwin {name} --help.'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,368 @@
+"""One typed configuration for every command; the flags, their help and all checks are derived from it.
+
+A value comes, in rising order, from the default, the preset, the config file, `--set key=value` and the flag. Option
+names are vLLM's where vLLM has the option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from experiments.errors import UsageError
+
+__all__ = ["SECTIONS", "Config", "Option", "nearest", "options", "parse_value", "read_config_file", "resolve"]
+
+SECTIONS = {
+    "model": "model and machine",
+    "memory": "KV cache",
+    "scheduler": "scheduler",
+    "workload": "workload",
+    "time": "step time (simulation)",
+    "slo": "service level objectives",
+    "sampling": "sampling",
+    "profile": "profile and calibration",
+    "output": "output",
+}
+"""Groups of options, in the order in which the help shows them."""
+
+DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a field of `Config` allows, and how it is called outside."""
+
+    name: str
+    """The field's name, which is also the key in a config file and of `--set`."""
+    kind: type
+    """int, float, bool or str."""
+    optional: bool
+    """Whether None is allowed."""
+    repeated: bool
+    """Whether the value is a tuple of `kind`."""
+    default: Any
+    section: str
+    help: str
+    unit: str = ""
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    metavar: str = ""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def limits(self) -> str:
+        """The allowed range in words; empty if there is none."""
+        parts = []
+        if self.low is not None:
+            parts.append(f"at least {_number(self.low)}")
+        if self.above is not None:
+            parts.append(f"above {_number(self.above)}")
+        if self.high is not None:
+            parts.append(f"at most {_number(self.high)}")
+        return " and ".join(parts)
+
+
+def _option(default: Any, section: str, text: str, **limits: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"section": section, "help": text, **limits})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that can be set. Each command reads the part that concerns it."""
+
+    # -- model and machine
+    model: str = _option("smollm2", "model", "a preset, a checkpoint folder, a GGUF file or a config.json")
+    load_format: str = _option(
+        "auto",
+        "model",
+        "where the weights come from; dummy: random ones",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    )
+    device: str = _option("cpu", "model", "what the engine runs on", choices=("cpu", "cuda"))
+    dtype: str = _option("auto", "model", "type of weights and activations", choices=DTYPES)
+    tensor_parallel_size: int = _option(1, "model", "devices that share each layer", low=1, high=1024)
+    pipeline_parallel_size: int = _option(1, "model", "stages of consecutive layers", low=1, high=1024)
+    threads: int | None = _option(None, "model", "CPU threads of the engine; default: torch's choice", low=1, high=1024)
+
+    # -- KV cache
+    block_size: int = _option(16, "memory", "tokens a block holds", unit="tokens", low=1, high=1024)
+    num_gpu_blocks_override: int | None = _option(
+        None, "memory", "KV blocks to use, instead of as many as memory allows", unit="blocks", low=1, high=1 << 31
+    )
+    gpu_memory_utilization: float = _option(
+        0.9, "memory", "share of the device's memory for weights, activations and KV cache", above=0, high=1
+    )
+    kv_cache_dtype: str = _option("auto", "memory", "type of keys and values; auto: that of the model", choices=DTYPES)
+    enable_prefix_caching: bool = _option(True, "memory", "reuse the KV blocks of equal prefixes")
+    swap_space: float = _option(
+        0.0, "memory", "host memory for swapped blocks; only 0 so far", unit="GiB", low=0, high=0
+    )
+
+    # -- scheduler
+    preset: str | None = _option(
+        None, "scheduler", "scheduler of a released engine, such as vllm-0.19 or vllm-0.33; later sources override it"
+    )
+    max_num_seqs: int = _option(256, "scheduler", "most requests that run at once", unit="requests", low=1, high=65536)
+    max_num_batched_tokens: int = _option(
+        2048, "scheduler", "most tokens one step computes", unit="tokens", low=1, high=1 << 24
+    )
+    max_model_len: int | None = _option(
+        None,
+        "scheduler",
+        "longest prompt and output together; default: the model's own",
+        unit="tokens",
+        low=2,
+        high=1 << 24,
+    )
+    long_prefill_token_threshold: int = _option(
+        0, "scheduler", "most prompt tokens of one request in one step; 0: no limit", unit="tokens", low=0, high=1 << 24
+    )
+    watermark: float = _option(
+        0.0, "scheduler", "share of the blocks that admission leaves free while something runs", low=0, high=0.999
+    )
+    scheduler_reserve_full_isl: bool = _option(True, "scheduler", "admit a request only when its whole prompt fits")
+    same_step: str = _option(
+        "share",
+        "scheduler",
+        "requests with the same new prefix in one step",
+        choices=("share", "off", "defer"),
+    )
+    free_order: str = _option(
+        "blank-first", "scheduler", "which free block is taken next", choices=("blank-first", "single-queue")
+    )
+    async_scheduling: bool = _option(False, "scheduler", "decide the next step while one runs (two steps in flight)")
+    scheduling_policy: str = _option("fcfs", "scheduler", "who is served first", choices=("fcfs", "priority"))
+    policy: tuple[str, ...] = _option(
+        (), "scheduler", "a policy class of your own; may be given several times", metavar="FILE.py:CLASS"
+    )
+
+    # -- workload
+    trace: str | None = _option(None, "workload", "a trace file (also .gz, .xz) or a generator's YAML", metavar="FILE")
+    num_requests: int | None = _option(None, "workload", "only the first so many of the trace", low=1, high=1 << 40)
+    time_scale: float = _option(
+        1.0, "workload", "stretches (above 1) or shrinks the trace's arrival times and pauses", above=0, high=1e6
+    )
+    dequantize: bool = _option(False, "workload", "spread coarse timestamps evenly within their bin, seeded")
+    seed: int = _option(0, "workload", "of everything random", low=0, high=(1 << 63) - 1)
+
+    # -- step time
+    calibration: str | None = _option(None, "time", "a calibration.json: predicts the machine it was measured on")
+    hardware: str | None = _option(None, "time", "a device of the catalogue: a roofline estimate, not a measurement")
+    fast_forward: bool = _option(True, "time", "advance runs of identical decode steps at once (same results)")
+    bands: bool = _option(True, "time", "also simulate with the calibration's error up and down")
+
+    # -- service level objectives
+    slo_ttft_s: float | None = _option(None, "slo", "time to first token of a good request", unit="s", above=0)
+    slo_tpot_s: float | None = _option(None, "slo", "time per output token of a good request", unit="s", above=0)
+    slo_e2e_s: float | None = _option(None, "slo", "whole latency of a good request", unit="s", above=0)
+
+    # -- sampling
+    max_tokens: int = _option(64, "sampling", "most tokens to generate", unit="tokens", low=1, high=1 << 24)
+    min_tokens: int = _option(0, "sampling", "no stop before so many tokens", unit="tokens", low=0, high=1 << 24)
+    temperature: float = _option(0.0, "sampling", "0: greedy", low=0, high=100)
+    top_k: int = _option(0, "sampling", "sample among the k most likely tokens; 0: all", low=0, high=1 << 24)
+    top_p: float = _option(
+        1.0, "sampling", "sample among the most likely tokens of this total probability", above=0, high=1
+    )
+    stop: tuple[str, ...] = _option((), "sampling", "end at this text; may be given several times", metavar="TEXT")
+    ignore_eos: bool = _option(False, "sampling", "go on after the end-of-text token")
+    logprobs: int | None = _option(None, "sampling", "also give the so many most likely tokens", low=0, high=64)
+    chat: bool = _option(True, "sampling", "wrap prompts in the model's chat template where it has one")
+
+    # -- profile and calibration
+    time_budget_s: float = _option(150.0, "profile", "about how long the sweep may take", unit="s", above=0, high=86400)
+    max_rows: int | None = _option(
+        None, "profile", "most rows of a profiled batch; default: by budget", low=1, high=65536
+    )
+
+    # -- output
+    out: str | None = _option(None, "output", "where the results go", metavar="PATH")
+
+
+@cache
+def options() -> dict[str, Option]:
+    """Every option by name, in the order of `Config`."""
+    hints = typing.get_type_hints(Config)
+    found = {}
+    for field in dataclasses.fields(Config):
+        hint, meta = hints[field.name], dict(field.metadata)
+        optional = repeated = False
+        if typing.get_origin(hint) in (types.UnionType, typing.Union):
+            optional = True
+            hint = next(part for part in typing.get_args(hint) if part is not type(None))
+        if typing.get_origin(hint) is tuple:
+            repeated = True
+            hint = typing.get_args(hint)[0]
+        found[field.name] = Option(field.name, hint, optional, repeated, field.default, **meta)
+    return found
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A half sentence that names what was probably meant; empty when nothing is close."""
+    close = difflib.get_close_matches(name, list(valid), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def parse_value(option: Option, value: Any, name: str) -> Any:
+    """`value` as text or as YAML gives it, checked; `name` is what the user calls it.
+
+    Raises:
+        UsageError: it is of another type, out of range or not among the choices.
+    """
+    if option.repeated:
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_scalar(option, item, name) for item in items)
+    if value is None or (isinstance(value, str) and value.lower() in ("none", "null") and option.optional):
+        if option.optional:
+            return None
+        raise UsageError(f"{name} needs a value.")
+    return _scalar(option, value, name)
+
+
+def _scalar(option: Option, value: Any, name: str) -> Any:
+    parsed = _of_type(option, value, name)
+    if option.choices and parsed not in option.choices:
+        close = nearest(str(parsed), option.choices)
+        raise UsageError(f"{name} must be one of {', '.join(option.choices)}, but is {parsed!r}{close}")
+    low, above, high = option.low, option.above, option.high
+    bad = (
+        (low is not None and parsed < low)
+        or (above is not None and parsed <= above)
+        or (high is not None and parsed > high)
+    )
+    if bad:
+        if low == high == 0:
+            raise UsageError(f"{name} is reserved and not supported yet, so it must be 0, but is {value}.")
+        raise UsageError(f"{name} must be {option.limits}, but is {value}.")
+    return parsed
+
+
+def _of_type(option: Option, value: Any, name: str) -> Any:
+    wrong = UsageError(f"{name} must be {_KINDS[option.kind]}, but is {value!r}.")
+    if option.kind is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in _BOOLEANS:
+            return _BOOLEANS[value.lower()]
+        raise wrong
+    if option.kind is str:
+        if isinstance(value, bool | list | dict):
+            raise wrong
+        return str(value)
+    if isinstance(value, bool | list | dict):
+        raise wrong
+    try:
+        if option.kind is int:
+            if isinstance(value, float):
+                if not value.is_integer():
+                    raise wrong
+                return int(value)
+            return int(value)
+        number = float(value)
+    except (TypeError, ValueError):
+        raise wrong from None
+    if not math.isfinite(number):
+        raise wrong
+    return number
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The keys of a YAML file, with `-` in names read as `_`.
+
+    Raises:
+        UsageError: it is no YAML mapping.
+    """
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as stream:
+            content = yaml.safe_load(stream)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UsageError(f"{path}{where} is not valid YAML.") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} must hold `option: value` lines, not a {type(content).__name__}.")
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    sets: Sequence[str] = (),
+    config_file: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration from all sources.
+
+    Args:
+        flags: option name to value, as text (or bool) from the command line.
+        sets: `key=value` texts.
+        config_file: path of a YAML file.
+        defaults: what this command takes where nothing says otherwise; ranks below the preset.
+
+    Raises:
+        UsageError: an unknown key, or a value that cannot be; names the nearest valid ones.
+    """
+    known = options()
+    given: dict[str, tuple[str, Any]] = {}
+    if config_file is not None:
+        for key, value in read_config_file(config_file).items():
+            given[key] = (f"{key} in {config_file}", value)
+            if key not in known:
+                raise UsageError(f"{config_file} has the unknown key {key}{nearest(key, known) or '.'}")
+    for text in sets:
+        key, equals, value = text.partition("=")
+        key = key.strip().removeprefix("--").replace("-", "_")
+        if not equals:
+            raise UsageError(f"--set takes key=value, but got {text!r}.")
+        if key not in known:
+            raise UsageError(f"--set names the unknown key {key}{nearest(key, known) or '.'}")
+        given[key] = (f"{key} (--set)", value)
+    for key, value in flags.items():
+        given[key] = (known[key].flag, value)
+
+    values = dict(defaults or {})
+    if "preset" in given:
+        name, value = given["preset"]
+        values.update(_of_preset(parse_value(known["preset"], value, name)))
+    for key, (name, value) in given.items():
+        values[key] = parse_value(known[key], value, name)
+    return Config(**values)
+
+
+def _of_preset(name: str | None) -> dict[str, Any]:
+    """The options that the core's preset `name` sets."""
+    if name is None:
+        return {}
+    from engine.core.presets import preset
+
+    fields = dict(preset(name))
+    values = {}
+    if "steps_in_flight" in fields:
+        values["async_scheduling"] = fields.pop("steps_in_flight") == 2
+    known = options()
+    return values | {key: value for key, value in fields.items() if key in known}
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if float(value).is_integer() else f"{value:g}"

@@ -1,0 +1,66 @@
+"""What the user sees while a command runs: tables and sentences on standard output, progress on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+__all__ = ["Terminal"]
+
+
+class Terminal:
+    """The two streams. With `quiet_stdout` (--json) everything goes to standard error."""
+
+    def __init__(self, quiet_stdout: bool = False) -> None:
+        from rich.console import Console
+
+        self._errors = Console(file=sys.stderr, highlight=False)
+        self._out = self._errors if quiet_stdout else Console(file=sys.stdout, highlight=False)
+        self.interrupted = False
+        """Set by a command that was interrupted and wrote what it had."""
+
+    def print(self, *parts: Any) -> None:
+        """A result: text or anything that rich can draw."""
+        self._out.print(*parts)
+
+    def note(self, text: str) -> None:
+        """Something to know about how the command runs."""
+        self._errors.print(text, markup=False, style="dim")
+
+    def warn(self, text: str) -> None:
+        """Something that makes the result less than it seems."""
+        self._errors.print(f"Note: {text}", markup=False, style="yellow")
+
+    def progress(self) -> Progress:
+        """A progress display on standard error; plain text where that is no terminal."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._errors,
+            transient=True,
+        )
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> None:
+        """A table; the first `left` columns are text, the others numbers."""
+        self.print(make_table(title, columns, rows, left))
+
+
+def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
