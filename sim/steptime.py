@@ -113,7 +113,8 @@ def noise_factors(seed: int, first: int, count: int, sigma: float) -> np.ndarray
     z ^= z >> np.uint64(31)
     part = np.uint64(0xFFFF)
     total = (z & part) + ((z >> np.uint64(16)) & part) + ((z >> np.uint64(32)) & part) + (z >> np.uint64(48))
-    return 1.0 + sigma * ((total.astype(np.int64) - 131070) / _IRWIN_HALL_STD)
+    factors: np.ndarray = 1.0 + sigma * ((total.astype(np.int64) - 131070) / _IRWIN_HALL_STD)
+    return factors
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,8 @@ class StepTime:
         times = np.maximum(times, cpu) if self.overlap else times + cpu
         if self.noise:
             times *= noise_factors(self.seed, step, k, self.noise)
-        return np.maximum((times + 0.5).astype(np.int64), 1)
+        rounded: np.ndarray = np.maximum((times + 0.5).astype(np.int64), 1)
+        return rounded
 
     def scaled(self, factor: float) -> StepTime:
         """The same model with every step `factor` times as long."""
@@ -238,7 +240,8 @@ class StepTime:
                 raise SimError(f"Step time: unknown coefficient '{name}'; known ones are {', '.join(_COEFFICIENTS)}.")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise SimError(f"Step time: {name} must be a number, not {value!r}.")
-        return cls(**{name: float(value) for name, value in values.items()}, **more)
+        given: dict[str, Any] = {name: float(value) for name, value in values.items()}
+        return cls(**given, **more)
 
 
 _SCALED = (

@@ -1,0 +1,264 @@
+"""The fit: it finds planted coefficients, it is the constrained optimum, it reports errors honestly, it is a file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.calibration import Calibration, Hull, calibrate, load_calibration, nnls, read_profile
+from sim.errors import CalibrationError
+from sim.steptime import BatchShape, StepTime
+from sim.sweep import Limits, sweep
+
+PLANTED = StepTime(
+    step=9e6, token=4e4, token_above=1.1e5, ridge=192.0, context=90.0, context_mixed=60.0, work=6.0, row=0.0
+)
+
+
+def profile(model: StepTime, noise: float = 0.0, seed: int = 0, drift: float = 0.0) -> pd.DataFrame:
+    """A made-up profile of an engine that behaves as `model`, with relative noise and a drift over its run."""
+    rng = np.random.default_rng(seed)
+    limits = Limits(max_rows=256, max_tokens=2048, max_context=8192, pool_tokens=400_000)
+    rows = []
+    batches = sweep(limits)
+    for i, batch in enumerate(batches):
+        shape = batch.shape()
+        factor = (1 + noise * rng.standard_normal()) * (1 + drift * i / len(batches))
+        rows.append(
+            {
+                "batch": i,
+                "kind": batch.kind,
+                "n_tokens": shape.num_tokens,
+                "n_rows": shape.rows,
+                "n_decodes": shape.num_decodes,
+                "decode_context_tokens": shape.context_tokens,
+                "prefill_tokens": shape.num_tokens - shape.num_decodes,
+                "prefill_context_work": shape.prefill_work,
+                "max_context": shape.max_context,
+                "wall_ns_median": model.duration(shape) * factor,
+                "order": i,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+ABOUT = {"model": "llama-3-8b", "device": "cuda test", "dtype": "bfloat16", "block_size": 16}
+
+
+@given(
+    st.integers(1, 6).flatmap(
+        lambda k: st.tuples(
+            st.lists(st.lists(st.integers(-5, 5), min_size=k, max_size=k), min_size=k, max_size=10),
+            st.lists(st.integers(-9, 9), min_size=10, max_size=10),
+        )
+    )
+)
+def test_nnls_is_the_best_of_all_subsets(case) -> None:
+    """The active-set method finds the optimum that trying every set of free variables finds, and meets the KKT rule."""
+    matrix, target = np.array(case[0], float), np.array(case[1], float)[: len(case[0])]
+    count = matrix.shape[1]
+    gram, moment = matrix.T @ matrix + 1e-3 * np.eye(count), matrix.T @ target
+    x = nnls(gram, moment)
+
+    def value(v):
+        return v @ gram @ v / 2 - moment @ v
+
+    best = 0.0
+    for size in range(1, count + 1):
+        for free in itertools.combinations(range(count), size):
+            part = list(free)
+            candidate = np.zeros(count)
+            candidate[part] = np.linalg.solve(gram[np.ix_(part, part)], moment[part])
+            if (candidate >= 0).all():
+                best = min(best, value(candidate))
+    assert (x >= 0).all()
+    assert value(x) <= best + 1e-7 * (1 + abs(best))
+    gradient = gram @ x - moment
+    assert (gradient >= -1e-6).all()
+    assert np.abs(gradient[x > 0]).max(initial=0.0) < 1e-6
+
+
+def test_the_fit_finds_planted_coefficients() -> None:
+    """From exact times of a known model, the fit gets n* and every coefficient back, with errors near zero."""
+    fitted = calibrate(profile(PLANTED), ABOUT)
+    assert fitted.coefficients["ridge"] == 192.0
+    for name, value in PLANTED.coefficients().items():
+        if value and name != "ridge":
+            assert fitted.coefficients[name] == pytest.approx(value, rel=0.01), name
+    assert fitted.errors["all"].mape < 1e-3
+    assert fitted.band == 0.01
+    assert fitted.drift == pytest.approx(0.0, abs=1e-9)
+
+
+def test_noise_makes_scatter_and_little_bias() -> None:
+    """With 5 % noise on each batch the errors show the scatter, while the bias of each regime stays under 2 %."""
+    fitted = calibrate(profile(PLANTED, noise=0.05), ABOUT)
+    assert set(fitted.errors) == {"decode", "prefill", "mixed", "all"}
+    for error in fitted.errors.values():
+        assert abs(error.bias) < 0.02
+        assert 0.02 < error.mape < 0.07
+        assert error.p90 > error.mape
+
+
+def test_a_price_of_rows_is_found_only_where_there_is_one() -> None:
+    """Rows enter the formula when the engine charges for them, and stay out when it does not."""
+    assert calibrate(profile(PLANTED, noise=0.01), ABOUT).coefficients["row"] == 0.0
+    charging = StepTime(**{**PLANTED.coefficients(), "row": 1.5e5})
+    fitted = calibrate(profile(charging, noise=0.01), ABOUT)
+    assert fitted.coefficients["row"] == pytest.approx(1.5e5, rel=0.1)
+
+
+def test_the_reported_bias_is_held_out() -> None:
+    """Errors come from fits that did not see the batch: one absurd batch shows up as an absurd error."""
+    frame = profile(PLANTED)
+    victim = frame.index[(frame["kind"] == "decode") & (frame["n_decodes"] == 256)][-1]
+    frame.loc[victim, "wall_ns_median"] *= 3
+    errors = calibrate(frame, ABOUT).errors["decode"]
+    assert errors.bias < -0.01
+    assert errors.mape > 0.005
+
+
+def test_drift_is_read_off_the_anchors() -> None:
+    """A machine that slows down by 9 % over the profile shows a drift of about two thirds of that."""
+    fitted = calibrate(profile(PLANTED, drift=0.09), ABOUT)
+    assert 0.04 < fitted.drift < 0.09
+    assert fitted.band >= fitted.drift
+
+
+def test_anchor_and_replay_are_kept_out_of_the_fit() -> None:
+    """Absurd anchors and replayed steps change no coefficient; the replay's bias is reported."""
+    frame = profile(PLANTED)
+    replay = frame[frame["kind"] == "decode"].head(10).assign(kind="replay")
+    replay["wall_ns_median"] *= 1.25
+    both = pd.concat([frame, replay], ignore_index=True)
+    both.loc[both["kind"] == "anchor", "wall_ns_median"] *= 7
+    fitted, plain = calibrate(both, ABOUT), calibrate(frame, ABOUT)
+    assert fitted.coefficients == plain.coefficients
+    assert fitted.errors["replay"].bias == pytest.approx(1 / 1.25 - 1, abs=0.01)
+    assert fitted.band >= 0.19
+
+
+def test_small_turning_points_are_for_cpus_only() -> None:
+    """A CPU whose GEMMs turn at 16 tokens is fitted so; the same profile of a GPU only gets a GPU's candidates."""
+    cpu = StepTime(**{**PLANTED.coefficients(), "ridge": 16.0})
+    assert calibrate(profile(cpu), ABOUT | {"device": "cpu"}).coefficients["ridge"] == 16.0
+    assert calibrate(profile(cpu), ABOUT).coefficients["ridge"] == 128.0
+
+
+def test_fits_are_deterministic_and_fast(tmp_path) -> None:
+    """The same profile gives the same file, byte for byte, in well under a second for all fits together."""
+    frame = profile(PLANTED, noise=0.03)
+    start = time.process_time()
+    first = calibrate(frame, ABOUT).to_json()
+    assert time.process_time() - start < 2.0
+    assert calibrate(frame, ABOUT).to_json() == first
+
+
+def test_files_round_trip(tmp_path) -> None:
+    """A profile in Parquet becomes a calibration that names the profile's digest and reads back as it was written."""
+    path = tmp_path / "profile.parquet"
+    table = pa.Table.from_pandas(profile(PLANTED, noise=0.02), preserve_index=False)
+    pq.write_table(table.replace_schema_metadata({b"kvtwin": json.dumps(ABOUT).encode()}), path)
+    frame, about = read_profile(path)
+    assert about["model"] == "llama-3-8b"
+    fitted = calibrate(path)
+    assert fitted.profile_digest == about["digest"]
+    assert fitted.about["dtype"] == "bfloat16"
+    saved = tmp_path / "calibration.json"
+    fitted.save(saved)
+    loaded = load_calibration(saved)
+    assert loaded == fitted
+    batch = BatchShape.from_rows([(1, 100)] * 4)
+    assert loaded.step_time().duration(batch) == fitted.step_time().duration(batch)
+    assert len(frame) == len(table)
+
+
+def test_bands_lie_around_the_prediction() -> None:
+    """The band's models are slower and faster by the band, and the refits lie close to the fit."""
+    fitted = calibrate(profile(PLANTED, noise=0.03), ABOUT)
+    models = fitted.band_models(refits=5)
+    assert list(models) == ["low", "high", "refit-0", "refit-1", "refit-2", "refit-3", "refit-4"]
+    batch = BatchShape.from_rows([(1, 700)] * 40)
+    middle = fitted.step_time().duration(batch)
+    assert models["low"].duration(batch) == pytest.approx(middle * (1 - fitted.band), rel=1e-6)
+    assert models["high"].duration(batch) == pytest.approx(middle * (1 + fitted.band), rel=1e-6)
+    for i in range(5):
+        assert models[f"refit-{i}"].duration(batch) == pytest.approx(middle, rel=0.05)
+
+
+def test_hull_reports_the_share_of_time_outside() -> None:
+    """Time in steps with more tokens, rows, cached tokens or a longer context than measured counts as outside."""
+    hull = Hull(n_tokens=(1, 100), context_tokens=(0, 1000), rows=(1, 8), max_context=(16, 512))
+    ones = np.ones(4, int)
+    share = hull.share_outside(
+        duration_ns=np.array([10, 20, 30, 40]),
+        n_tokens=np.array([50, 101, 50, 50]),
+        context_tokens=np.array([500, 500, 1001, 500]),
+        rows=ones,
+        max_context=np.array([100, 100, 100, 513]),
+    )
+    assert share == pytest.approx(0.9)
+    assert hull.share_outside(ones, ones, ones, ones * 9) == 1.0
+    assert hull.share_outside(ones[:0], ones[:0], ones[:0], ones[:0]) == 0.0
+
+
+def test_unusable_profiles_are_clear_errors(tmp_path) -> None:
+    """A missing file, column or kind of batch, or an impossible time, is one sentence that says what to do."""
+    with pytest.raises(CalibrationError, match="no profile"):
+        calibrate(tmp_path / "none.parquet")
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet")
+    with pytest.raises(CalibrationError, match="not a profile"):
+        calibrate(tmp_path / "bad.parquet")
+    frame = profile(PLANTED)
+    with pytest.raises(CalibrationError, match="n_decodes"):
+        calibrate(frame.drop(columns="n_decodes"))
+    with pytest.raises(CalibrationError, match="too few batches"):
+        calibrate(frame.head(10))
+    with pytest.raises(CalibrationError, match="0 prefill"):
+        calibrate(frame[frame["prefill_tokens"] == 0])
+    with pytest.raises(CalibrationError, match="must be positive"):
+        calibrate(frame.assign(wall_ns_median=0.0))
+
+
+def test_damaged_calibrations_are_clear_errors(tmp_path) -> None:
+    """A file of another kind or version, with a missing or impossible value, is refused with the reason."""
+    path = tmp_path / "calibration.json"
+    with pytest.raises(CalibrationError, match="no calibration"):
+        load_calibration(path)
+    path.write_text("{")
+    with pytest.raises(CalibrationError, match="not valid JSON"):
+        load_calibration(path)
+    path.write_text("{}")
+    with pytest.raises(CalibrationError, match="not a calibration"):
+        load_calibration(path)
+    good = json.loads(calibrate(profile(PLANTED), ABOUT).to_json())
+    for change, message in (
+        ({"version": 99}, "version 99"),
+        ({"hull": {}}, "damaged"),
+        ({"coefficients": good["coefficients"] | {"work": -1}}, "work"),
+        ({"coefficients": good["coefficients"] | {"wrk": 1}}, "wrk"),
+    ):
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(CalibrationError, match=message):
+            load_calibration(path)
+    del good["drift"]
+    path.write_text(json.dumps(good))
+    with pytest.raises(CalibrationError, match="drift"):
+        load_calibration(path)
+
+
+def test_a_calibration_is_of_one_model() -> None:
+    """Simulating another model than the one that was profiled is refused."""
+    fitted: Calibration = calibrate(profile(PLANTED), ABOUT)
+    fitted.check_model("llama-3-8b")
+    with pytest.raises(CalibrationError, match="llama-2-7b"):
+        fitted.check_model("llama-2-7b")
