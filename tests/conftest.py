@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# `dev` is what everybody and CI run: the same cases every time, so that a failure can be had again. `explore` looks for new ones.
+# `dev` is what everybody and CI run: the same cases every time, so that a failure can be had again. `explore` looks
+# for new ones.
 settings.register_profile(
     "dev", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
