@@ -104,6 +104,8 @@ class Scheduler:
         self._writing: dict[BlockHash, int] = {}
         """Content that plans in flight write (same_step `defer`)."""
         self._new_writes: list[BlockHash] = []
+        self.run_kept_free: list[int] = []
+        """Kept free blocks after each plan of the last `advance`."""
         self._lag = 0
         """Plans that were in flight when the newest plan was made."""
         self._share = config.same_step == "share"
@@ -154,16 +156,10 @@ class Scheduler:
         self._waiting.push(request)
         return id
 
-    def abort(self, id: int) -> bool:
-        """Forget a request, wherever it is. Tokens that are being sampled for it are dropped.
-
-        Returns whether it was there.
-        """
+    def abort(self, id: int) -> Finish | None:
+        """Forget a request, wherever it is. Tokens that are being sampled for it are dropped. None: it was not there."""
         request = self._requests.get(id)
-        if request is None:
-            return False
-        self._end(request)
-        return True
+        return None if request is None else self._end(request, "abort")
 
     @property
     def num_waiting(self) -> int:
@@ -213,6 +209,10 @@ class Scheduler:
             len(request.table),
             request.epoch,
         )
+
+    def num_blocks_taken(self, steps: int) -> list[int]:
+        """Blocks that the cohort as it is will take in each of the next `steps` plans."""
+        return [self._cohort.num_crossing(self._seq + step) for step in range(1, steps + 1)]
 
     def decode_rows(self, seq: int) -> list[PlanItem]:
         """The cohort rows of plan `seq`, in order. Only right after `schedule` made that plan."""
@@ -288,34 +288,38 @@ class Scheduler:
         """Running requests get their tokens and blocks, in order; the last ones lose theirs if blocks run out."""
         cohort = self._cohort
         crossing = cohort.crossing(seq)
-        turns = crossing
-        if self._chunks:
-            turns = crossing + self._chunks
-            turns.sort(key=by_key)
+        fills_upto = seq - len(self._flight)
+        publishes = self._share and cohort.num_sharing > 0
         if not self._chunks and len(crossing) <= self.manager.pool.num_free and not self.config.num_lookahead_tokens:
             if crossing:
                 self.manager.append_block_each(crossing)
-        else:
-            left = budget - cohort.num
-            for request in turns:
-                if request.state != RUNNING:
-                    continue  # it was a victim in this very step
-                if request.in_cohort:
-                    self._make_room(request, request.base + seq, preempted)
-                    continue
-                num = min(request.known + request.pending - request.sched, left)
-                if 0 < self.config.long_prefill_token_threshold < num:
-                    num = self.config.long_prefill_token_threshold
-                if num <= 0:
-                    continue
-                before = len(preempted)
-                placed = self._make_room(request, request.sched + num, preempted)
-                left = budget - cohort.num - sum(item.num_tokens for item in items) if len(preempted) > before else left
-                if placed:
-                    left -= num
-                    self._plan_item(request, num, seq, items)
-        if cohort.num_sharing and self._share:
-            self._publish_fills(seq - len(self._flight))
+            if publishes:
+                self._publish_fills(fills_upto)
+            return
+        turns = {request.id: request for request in crossing}
+        filled: dict[int, int] = {}
+        if publishes:
+            for fill_seq in range(self._filled + 1, fills_upto + 1):
+                for request in cohort.filling(fill_seq):
+                    turns[request.id] = request
+                    filled[request.id] = request.base + fill_seq
+        for request in self._chunks:
+            turns[request.id] = request
+        threshold = self.config.long_prefill_token_threshold
+        spent = 0
+        for request in sorted(turns.values(), key=by_key):
+            if request.state != RUNNING:
+                continue  # it was a victim in this very step
+            if request.in_cohort:
+                if self._make_room(request, request.base + seq, preempted) and request.id in filled:
+                    self.manager.publish(request, filled[request.id])
+                continue
+            num = min(request.known + request.pending - request.sched, budget - cohort.num - spent)
+            if 0 < threshold < num:
+                num = threshold
+            if num > 0 and self._make_room(request, request.sched + num, preempted):
+                spent += num
+                self._plan_item(request, num, seq, items)
 
     def _make_room(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
         """Blocks for `num_tokens` tokens (and the lookahead) of a running request, at the expense of those behind it.
@@ -515,8 +519,9 @@ class Scheduler:
         request.epoch += 1
         self._waiting.push(request)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, reason: str) -> Finish:
         """The request is finished or aborted: everything it holds goes back, and nothing waits for it any more."""
+        outputs = self._known(request) - request.num_prompt
         if request.state == RUNNING:
             written = self._written(request)
             if request.in_cohort:
@@ -530,6 +535,7 @@ class Scheduler:
             self._waiting.remove(request)
         request.state = FINISHED
         del self._requests[request.id]
+        return Finish(request.id, reason, outputs, request.epoch)
 
     def _written(self, request: Request) -> int:
         """Leading tokens whose blocks the cache may keep when the request gives them up now.
@@ -647,8 +653,7 @@ class Scheduler:
                 ends[request.id] = (request, finish.reason)
         finished: list[Finish] = []
         for request, reason in sorted(ends.values(), key=lambda end: end[0].key):
-            self._end(request)
-            finished.append(Finish(request.id, reason))
+            finished.append(self._end(request, reason))
         resumed = tuple((id, before) for id, before in flight.resumed if id in requests or id in ends)
         return StepEvents(tuple(first), resumed, tuple(finished))
 
@@ -707,6 +712,7 @@ class Scheduler:
         lag = len(flight) - 1
         first = self._seq + 1
         last = self._seq + turns
+        kept_free: list[int] = []
         simple = not self.config.num_lookahead_tokens
         for seq in range(first, last + 1):
             if not self._share and cohort.num_sharing:
@@ -723,7 +729,9 @@ class Scheduler:
             if self._share and cohort.num_sharing:
                 self._publish_fills(seq - lag)
                 self._filled = seq - lag
+            kept_free.append(manager.pool.num_kept_free)
         self._filled = last - lag
+        self.run_kept_free = kept_free
         self._lag = lag
         context = cohort.context_tokens
         cohort.advance(turns)

@@ -171,6 +171,10 @@ class Finish(NamedTuple):
     request: int
     reason: str
     """`stop` (met a stop token or string), `length` (max_tokens or the model's length) or `abort`."""
+    num_output_tokens: int = 0
+    """How many outputs it has got. Filled in by the core."""
+    num_preemptions: int = 0
+    """Filled in by the core."""
 
 
 class StepOutcome(NamedTuple):

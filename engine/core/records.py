@@ -1,0 +1,305 @@
+"""What happened, in columns: one row a request, one row a step or run of equal decode steps.
+
+The engine and the simulator fill the same two tables, and everything that is reported later is computed from them.
+Times are integer ns, memory is in slots.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.core.scheduler import Scheduler
+from engine.core.types import Finish, PlanItem, RequestSpec, StepEvents, StepOutcome, StepPlan, Usage
+
+__all__ = ["DecisionLog", "Recorder", "REQUEST_COLUMNS", "STEP_COLUMNS"]
+
+REQUEST_COLUMNS = (
+    "request",
+    "row",
+    "arrival_ns",
+    "queued_ns",
+    "admitted_ns",
+    "first_token_ns",
+    "finish_ns",
+    "prompt_tokens",
+    "output_tokens",
+    "max_tokens",
+    "cached_tokens",
+    "num_preemptions",
+    "tenant",
+    "outcome",
+    "reason",
+)
+
+STEP_COLUMNS = (
+    "step",
+    "num_steps",
+    "start_ns",
+    "num_decodes",
+    "decode_context_tokens",
+    "num_prefills",
+    "prefill_tokens",
+    "prefill_context_work",
+    "num_waiting",
+    "num_running",
+    "admitted",
+    "preempted",
+    "held",
+    "tail",
+    "reserved_may",
+    "reserved_cannot",
+    "external",
+    "transfer",
+    "cached",
+    "free",
+    "shared",
+)
+"""Columns of integers; `end_ns`, `finished` and the lists of runs are added on the way out."""
+
+_OUTCOMES = {"": 0, "length": 1, "stop": 2, "abort": 3, "rejected": 4}
+_OUTCOME_NAMES = np.array(["unfinished", "length", "stop", "aborted", "rejected"])
+
+
+class Recorder:
+    """Collects the two tables in memory, in flat arrays: about 100 bytes a request and 170 a step or run."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._block_size = scheduler.config.block_size
+        self._ids = array("q")
+        self._columns = {name: array("q") for name in REQUEST_COLUMNS if name not in ("outcome", "reason")}
+        self._outcome = array("b")
+        self._reasons: dict[int, str] = {}
+        self._place: dict[int, int] = {}
+        """Where in the columns a live request is."""
+        self._steps = array("q")
+        self._ends = array("q")
+        """End of each plan, by its number."""
+        self._finished = array("q")
+        """(plan, how many finished) where any did."""
+        self._run_takes: dict[int, list[int]] = {}
+        self._run_cached: dict[int, list[int]] = {}
+        self._gaps = array("q")
+        self._lost = 0
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    def added(self, id: int, row: int, spec: RequestSpec, now: int) -> None:
+        self._place[id] = len(self._outcome)
+        self._new_row(id, row, spec, now, 0)
+
+    def rejected(self, row: int, spec: RequestSpec, now: int, reason: str) -> None:
+        self._reasons[len(self._outcome)] = reason
+        self._new_row(-1, row, spec, now, _OUTCOMES["rejected"])
+
+    def _new_row(self, id: int, row: int, spec: RequestSpec, now: int, outcome: int) -> None:
+        values = (id, row, spec.arrival, now, -1, -1, -1, spec.num_prompt_tokens, 0, spec.max_tokens, 0, 0, spec.tenant)
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column.append(value)
+        self._outcome.append(outcome)
+
+    def ended(self, finish: Finish, now: int) -> None:
+        place = self._place.pop(finish.request)
+        self._columns["finish_ns"][place] = now
+        self._columns["output_tokens"][place] = finish.num_output_tokens
+        self._columns["num_preemptions"][place] = finish.num_preemptions
+        self._outcome[place] = _OUTCOMES[finish.reason]
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def planned(self, plan: StepPlan) -> None:
+        """A plan was made; to be called before the next is."""
+        if not plan.num_rows:
+            self._lost += len(plan.preempted)  # counted with the next plan that runs
+            return
+        tokens = work = 0
+        for item in plan.prefills:
+            num = item.num_tokens
+            tokens += num
+            work += num * (2 * item.start + num + 1)
+        if plan.admitted:
+            self._note_admitted(plan)
+        scheduler = self._scheduler
+        decodes = plan.decodes
+        row = (
+            plan.seq,
+            1,
+            plan.now,
+            decodes.num,
+            decodes.context_tokens,
+            len(plan.prefills),
+            tokens,
+            work // 2,
+            scheduler.num_waiting,
+            scheduler.num_running,
+            len(plan.admitted),
+            len(plan.preempted) + self._lost,
+        )
+        self._lost = 0
+        self._steps.extend(row + scheduler.usage())
+
+    def _note_admitted(self, plan: StepPlan) -> None:
+        admitted = set(plan.admitted)
+        for item in plan.prefills:
+            if item.epoch == 0 and item.request in admitted:
+                place = self._place[item.request]
+                self._columns["admitted_ns"][place] = plan.now
+                self._columns["cached_tokens"][place] = item.start
+
+    def completed(self, plan: StepPlan, end: int, events: StepEvents) -> None:
+        self._ends.append(end)
+        for id in events.first_tokens:
+            self._columns["first_token_ns"][self._place[id]] = end
+        for _, before in events.resumed:
+            self._gaps.append(end - self._ends[before - 1])
+        if events.finished:
+            for finish in events.finished:
+                self.ended(finish, end)
+            self._finished.extend((plan.seq, len(events.finished)))
+
+    def advancing(self, turns: int) -> tuple[Usage, list[int], int, int]:
+        """To be called before `Scheduler.advance`; the answer goes to `advanced`."""
+        scheduler = self._scheduler
+        return scheduler.usage(), scheduler.num_blocks_taken(min(turns, self._block_size)), scheduler.num_waiting, scheduler.num_running
+
+    def advanced(
+        self, before: tuple[Usage, list[int], int, int], ends: Sequence[int], plans: Sequence[StepPlan]
+    ) -> None:
+        """A run of equal steps was decided, and as many older ones have ended, at `ends`."""
+        usage, takes, waiting, running = before
+        turns = len(ends)
+        size = self._block_size
+        last = plans[-1]
+        num = last.decodes.num
+        first = last.seq - turns + 1
+        kept = self._scheduler.run_kept_free
+        cached = kept[0] * size
+        new = takes[0] * size
+        place = len(self._steps) // len(STEP_COLUMNS)
+        self._steps.extend(
+            (
+                first,
+                turns,
+                ends[0],
+                num,
+                last.decodes.context_tokens - num * (turns - 1),
+                0,
+                0,
+                0,
+                waiting,
+                running,
+                0,
+                0,
+                usage.held + num,
+                usage.tail + new - num,
+                usage.reserved_may,
+                usage.reserved_cannot,
+                usage.external,
+                usage.transfer,
+                cached,
+                usage.free + usage.cached - new - cached,
+                usage.shared,
+            )
+        )
+        if turns > 1:
+            self._run_takes[place] = takes
+            if kept[-1] != kept[0]:
+                self._run_cached[place] = [k * size for k in kept]
+        self._ends.extend(ends)
+
+    # ---- out ----------------------------------------------------------------------------------------------------------
+
+    def requests(self) -> dict[str, Any]:
+        """The table of requests, in the order in which they came: name -> array (or list of text)."""
+        table: dict[str, Any] = {name: np.array(column, dtype=np.int64) for name, column in self._columns.items()}
+        table["outcome"] = _OUTCOME_NAMES[np.array(self._outcome, dtype=np.int64)].tolist()
+        table["reason"] = [self._reasons.get(i, "") for i in range(len(self._outcome))]
+        return {name: table[name] for name in REQUEST_COLUMNS}
+
+    def steps(self) -> dict[str, Any]:
+        """The table of steps and runs: name -> array (or list of lists).
+
+        `step_ends_ns` lists the end of each step of a run. `run_takes[j]` is the number of blocks that the steps j,
+        j + block_size, ... of a run take each, and `step_cached` the cached slots at each step where they change;
+        with them, every step's usage follows from the run's first: held + rows, tail + takes x block_size - rows,
+        and so on. All three are empty for single steps.
+        """
+        flat = np.array(self._steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS))
+        ends = np.array(self._ends, dtype=np.int64)
+        flat = flat[flat[:, 0] <= len(ends)]  # the rest was cut off in flight
+        table: dict[str, Any] = {name: flat[:, i].copy() for i, name in enumerate(STEP_COLUMNS)}
+        first = table["step"] - 1
+        num = np.minimum(table["num_steps"], len(ends) - first)
+        table["num_steps"] = num
+        table["end_ns"] = ends[first + num - 1] if len(first) else first
+        finished = np.zeros(len(first), dtype=np.int64)
+        pairs = np.array(self._finished, dtype=np.int64).reshape(-1, 2)
+        if len(pairs):
+            np.add.at(finished, np.searchsorted(first, pairs[:, 0] - 1, side="right") - 1, pairs[:, 1])
+        table["finished"] = finished
+        rows = range(len(first))
+        table["step_ends_ns"] = [ends[first[i] : first[i] + num[i]] if num[i] > 1 else ends[:0] for i in rows]
+        empty: list[int] = []
+        table["run_takes"] = [self._run_takes.get(i, empty) for i in rows]
+        table["step_cached"] = [self._run_cached.get(i, empty)[: num[i]] for i in rows]
+        return table
+
+    def step_ends(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """End of every completed step in ns; step 1 first."""
+        return np.array(self._ends, dtype=np.int64)
+
+    def gaps(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """ns between a token and the one before, for each token that a row outside the cohort sampled."""
+        return np.array(self._gaps, dtype=np.int64)
+
+
+class DecisionLog:
+    """Every decision and every input of a run, so that it can be repeated and compared step by step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        scheduler.manager.taken = []
+        self.turns: list[tuple[int, int, list[int], list[int]]] = []
+        """(now, number of the plan or 0, requests added before it, requests aborted before it)."""
+        self.steps: list[dict[str, Any]] = []
+        self.ends: list[int] = []
+        self._added: list[int] = []
+        self._aborted: list[int] = []
+        self._by_seq: dict[int, dict[str, Any]] = {}
+
+    def added(self, id: int) -> None:
+        self._added.append(id)
+
+    def aborted(self, id: int) -> None:
+        self._aborted.append(id)
+
+    def planned(self, plan: StepPlan) -> None:
+        self.turns.append((plan.now, plan.seq, self._added, self._aborted))
+        self._added, self._aborted = [], []
+        if not plan.num_rows:
+            return
+        scheduler = self._scheduler
+        rows: list[PlanItem] = scheduler.scheduled_order(plan)
+        taken = scheduler.manager.taken or []
+        scheduler.manager.taken = []
+        step = {
+            "step": plan.seq,
+            "rows": [row.request for row in rows],
+            "starts": [row.start for row in rows],
+            "tokens": [row.num_tokens for row in rows],
+            "taken": [int(block) for block in taken],
+            "hits": [item.start for item in plan.prefills if item.request in plan.admitted],
+            "preempted": list(plan.preempted),
+            "finished": [],
+            "usage": list(scheduler.usage()),
+        }
+        self.steps.append(step)
+        self._by_seq[plan.seq] = step
+
+    def completed(self, plan: StepPlan, outcome: StepOutcome, events: StepEvents) -> None:
+        self.ends.append(outcome.end)
+        self._by_seq.pop(plan.seq)["finished"] = [finish.request for finish in events.finished]
