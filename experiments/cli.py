@@ -126,9 +126,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "decisions": Command(
         "replay recorded decisions of a real scheduler through the core",
-        "experiments.decisions:execute",
+        "experiments.decide:execute",
         options=("preset",),
-        arguments=(_argument("file", help="a file of recorded decisions (also .gz, .xz)", metavar="FILE"),),
+        arguments=(_argument("file", help="a file of recorded decisions (JSON, also .xz)", metavar="FILE"),),
+        defaults=(("preset", "vllm-0.19"),),
     ),
     "trace stats": Command(
         "lengths, rate, burstiness and prefix reuse of a trace",

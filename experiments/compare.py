@@ -250,13 +250,21 @@ def _row(title: str, entry: dict[str, Any], factor: float, band: Sequence[float]
         _figure(entry["real"], factor),
         _percent(entry["real_range_pct"], sign=False),
         _figure(entry["simulated"], factor),
-        f"{_figure(band[0], factor)} to {_figure(band[1], factor)}" if band else "–",
+        f"{_figure(band[0], factor)}–{_figure(band[1], factor)}" if band else "–",
         _percent(entry["error_pct"]),
         entry["verdict"],
     )
 
 
-COLUMNS = ("metric", "real", "real range", "simulated", "band", "error", "verdict")
+COLUMNS = ("metric", "real", "range", "simulated", "band", "error", "verdict")
+
+
+def without_empty(
+    columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The table without columns that say nothing in any row."""
+    kept = [i for i in range(len(columns)) if any(row[i] != "–" for row in rows)]
+    return tuple(columns[i] for i in kept), [tuple(row[i] for i in kept) for row in rows]
 
 
 def _figure(value: float | None, factor: float = 1.0) -> str:
@@ -282,7 +290,7 @@ def show(content: dict[str, Any], bands: dict[str, Any] | None, terminal: Termin
     colours = {"within": "green", "outside": "red", "inconclusive": "yellow"}
     rows = [(*row[:-1], f"[{colours[row[-1]]}]{row[-1]}[/]") for row in table_rows(content["metrics"], bands)]
     runs = content["num_real_runs"]
-    terminal.table(f"Real ({runs} run{'s' if runs != 1 else ''}) and simulated", COLUMNS, rows)
+    terminal.table(f"Real ({runs} run{'s' if runs != 1 else ''}) and simulated", *without_empty(COLUMNS, rows))
     for line in sentences(content):
         terminal.print(line)
 
@@ -291,8 +299,7 @@ def sentences(content: dict[str, Any]) -> list[str]:
     """What compare.json says beside the table, in words."""
     usage = content["kv_usage"]
     lines = [
-        f"KV pool in use over time: the simulation is off by {usage['mean_abs_error_points']:.1f} points of the pool on "
-        "average"
+        f"KV pool in use over time: off by {usage['mean_abs_error_points']:.1f} points of the pool on average"
         + (
             f" (real runs among themselves: {usage['mean_real_to_real_points']:.1f})."
             if usage["mean_real_to_real_points"] is not None

@@ -87,7 +87,7 @@ def latencies(requests: Columns) -> dict[str, np.ndarray]:
 
 def rejected(requests: Columns) -> np.ndarray:
     """bool[n]: which requests were refused."""
-    return np.asarray(requests["outcome"], dtype=object) == "rejected"
+    return np.asarray([outcome == "rejected" for outcome in requests["outcome"]], dtype=bool)
 
 
 def distribution(values_ns: np.ndarray, weights: np.ndarray | None = None) -> dict[str, float | None]:
@@ -236,7 +236,8 @@ def good(requests: Columns, slo: Slo) -> np.ndarray:
     """bool[n]: which requests finished and met every limit. One output token meets any limit on tpot_s."""
     values = latencies(requests)
     outcome = np.asarray(requests["outcome"], dtype=object)
-    met = (np.asarray(requests["finish_ns"], dtype=np.int64) >= 0) & ((outcome == "length") | (outcome == "stop"))
+    met: np.ndarray = np.isin(outcome.astype(str), ("length", "stop"))
+    met &= np.asarray(requests["finish_ns"], dtype=np.int64) >= 0
     for name, limit in (("ttft_s", slo.ttft_s), ("tpot_s", slo.tpot_s), ("e2e_s", slo.e2e_s)):
         if limit is not None:
             late = values[name] > limit * 1e9
@@ -244,7 +245,7 @@ def good(requests: Columns, slo: Slo) -> np.ndarray:
     return met
 
 
-def summarize(tables: Tables, kv_blocks: int, slo: Slo = Slo()) -> dict[str, Any]:  # noqa: B008 (frozen)
+def summarize(tables: Tables, kv_blocks: int, slo: Slo = Slo()) -> dict[str, Any]:
     """The content of summary.json. Where there is nothing to measure the value is None."""
     requests, steps = tables.requests, tables.steps
     served = ~rejected(requests)

@@ -17,7 +17,7 @@ from experiments.compare import LATENCIES, first_arrival, last_end
 from experiments.results import Results
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 (the backend comes first)
+from matplotlib import pyplot as plt
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ USES = {
     "cached": ("free, reusable content", "#7FCDB0"),
     "free": ("free, blank", "#ECECEC"),
 }
-STYLE = {
+STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.spines.top": False,
@@ -183,7 +183,8 @@ def _binner(run: Results, steps: dict[str, np.ndarray], edges: np.ndarray) -> An
     def mean(column: np.ndarray) -> np.ndarray:
         area = np.cumsum(column * (ends - begins))
         filled = np.stack([np.concatenate([[0.0], area[:-1]]), area], axis=1).ravel()
-        return np.diff(np.interp(edges, points, filled)) / np.diff(edges)
+        means: np.ndarray = np.diff(np.interp(edges, points, filled)) / np.diff(edges)
+        return means
 
     return mean
 

@@ -21,7 +21,8 @@ th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #e2e2
 th:first-child, td:first-child { text-align: left; }
 th { font-weight: 600; border-bottom: 2px solid #999; }
 td.within { color: #00674a; } td.outside { color: #b3400a; font-weight: 600; } td.inconclusive { color: #7a5a00; }
-img { max-width: 100%; height: auto; } figure { margin: 1.2rem 0; } figcaption, .small { color: #555; font-size: .9rem; }
+img { max-width: 100%; height: auto; }
+figure { margin: 1.2rem 0; } figcaption, .small { color: #555; font-size: .9rem; }
 pre { background: #f5f5f5; padding: .8rem 1rem; white-space: pre-wrap; border-radius: 4px; }
 dt { font-weight: 600; } dd { margin: 0 0 .5rem 1rem; }
 """
@@ -86,13 +87,13 @@ def comparison_body(content: Mapping[str, Any], bands: Mapping[str, Any] | None,
     meaning = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in content["verdicts"].items())
     runs = content["num_real_runs"]
     what = (
-        f"<p class=small>real: mean of {runs} run{'s' if runs != 1 else ''}; range: largest minus smallest of them, in "
-        "percent of their mean; error: simulated against real, signed; band: the simulation repeated with its step "
-        "time off by as much as the calibration may be. TTFT is the time from arrival to the first token, TPOT the time "
-        "per further output token.</p>"
+        f"<p class=small>real: mean of {runs} run{'s' if runs != 1 else ''}. Range: largest minus smallest of them, in "
+        "percent of their mean. Error: simulated against real, signed. Band: the simulation repeated with its step "
+        "time off by as much as the calibration may be. TTFT is the time from arrival to the first token, TPOT the "
+        "time per further output token.</p>"
     )
     images = "\n".join(picture(data, CAPTIONS[name]) for name, data in figures.items())
-    return f"{table(compare.COLUMNS, rows)}\n{what}\n{notes}<dl>{meaning}</dl>\n{images}"
+    return f"{table(*compare.without_empty(compare.COLUMNS, rows))}\n{what}\n{notes}<dl>{meaning}</dl>\n{images}"
 
 
 def write_comparison(

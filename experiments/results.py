@@ -19,6 +19,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +161,7 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
         if pa.types.is_list(column.type):
             offsets = column.offsets.to_numpy()
             flat = column.values.to_numpy(zero_copy_only=False)
-            columns[name] = [flat[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+            columns[name] = [flat[a:b] for a, b in pairwise(offsets)]
         elif pa.types.is_string(column.type):
             columns[name] = np.array(column.to_pylist(), dtype=object)
         else:

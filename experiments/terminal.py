@@ -20,7 +20,8 @@ class Terminal:
         from rich.console import Console
 
         self._errors = Console(file=sys.stderr, highlight=False)
-        self._out = self._errors if quiet_stdout else Console(file=sys.stdout, highlight=False)
+        width = None if sys.stdout.isatty() else 120  # a file or a pipe has no width of its own
+        self._out = self._errors if quiet_stdout else Console(file=sys.stdout, highlight=False, width=width)
         self.interrupted = False
         """Set by a command that was interrupted and wrote what it had."""
 

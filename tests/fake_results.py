@@ -9,6 +9,12 @@ import numpy as np
 
 from experiments import metrics, results
 
+STEP_COLUMNS = (
+    *("step", "num_steps", "start_ns", "end_ns", "num_decodes", "decode_context_tokens", "num_prefills"),
+    *("prefill_tokens", "prefill_context_work", "num_waiting", "num_running", "admitted", "preempted", "finished"),
+    *("held", "tail", "reserved_may", "reserved_cannot", "external", "transfer", "cached", "free", "shared"),
+)
+
 
 def toy_tables(
     num_requests: int = 40,
@@ -71,19 +77,16 @@ def toy_tables(
         cold = min(cold, (num_blocks - used) * block_size)
         late = sum(1 for i in waiting if arrival[i] <= now)
         rows.append(
-            [seq, 1, now, end, len(decodes), context, int(prefill >= 0), fresh, work, late, len(batch)]
-            + [int(prefill >= 0), 0, len(gone), held, used * block_size - held, 0, 0, 0, 0, cold]
-            + [(num_blocks - used) * block_size - cold, int(cached[prefill]) if prefill >= 0 else 0]
+            [
+                *[seq, 1, now, end, len(decodes), context, int(prefill >= 0), fresh, work, late, len(batch)],
+                *[int(prefill >= 0), 0, len(gone), held, used * block_size - held, 0, 0, 0, 0, cold],
+                *[(num_blocks - used) * block_size - cold, int(cached[prefill]) if prefill >= 0 else 0],
+            ]
         )
         cold += sum(int(prompt[i] + done[i]) // block_size * block_size for i in gone)
         running = [i for i in batch if done[i] < output[i]]
         now = end
-    names = (
-        "step num_steps start_ns end_ns num_decodes decode_context_tokens num_prefills prefill_tokens "
-        "prefill_context_work num_waiting num_running admitted preempted finished held tail reserved_may "
-        "reserved_cannot external transfer cached free shared"
-    ).split()
-    steps: dict[str, Any] = dict(zip(names, np.array(rows, dtype=np.int64).T, strict=True))
+    steps: dict[str, Any] = dict(zip(STEP_COLUMNS, np.array(rows, dtype=np.int64).T, strict=True))
     steps["step_ends_ns"] = [np.empty(0, dtype=np.int64)] * len(rows)
     steps["block_phase_counts"] = [np.empty(0, dtype=np.int32)] * len(rows)
     requests = {
