@@ -1,0 +1,234 @@
+"""The executor made of tensors: runs the scheduler's plans, samples, and knows what every request's tokens are."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine.core.errors import InvariantError
+from engine.core.types import Finish, PlanItem, PlanView, StepOutcome, StepPlan
+from engine.exec.detokenizer import Detokenizer
+from engine.exec.runner import ModelRunner, Row
+from engine.exec.sampler import Logprob, SampleRow, SamplingParams, sample, uniform
+from engine.exec.tokenizer import Tokenizer
+from engine.models.errors import OptionError
+
+__all__ = ["Clock", "RequestState", "TorchExecutor"]
+
+
+class Clock:
+    """Nanoseconds of the machine's monotonic clock since this clock was made (or last set back)."""
+
+    def __init__(self) -> None:
+        self._origin = time.monotonic_ns()
+
+    def __call__(self) -> int:
+        return time.monotonic_ns() - self._origin
+
+    def restart(self) -> None:
+        self._origin = time.monotonic_ns()
+
+
+class RequestState:
+    """One request's tokens and text. Only the step that runs changes it; between steps anybody may read it."""
+
+    __slots__ = ("_tokens", "detokenizer", "key", "logprobs", "num_prompt", "num_tokens", "params", "stop_reason", "stopped", "stops")
+
+    def __init__(
+        self, prompt: Sequence[int], params: SamplingParams, key: int, eos: Sequence[int], detokenizer: Detokenizer | None
+    ) -> None:
+        self.num_prompt = len(prompt)
+        self.num_tokens = self.num_prompt
+        self._tokens = np.empty(self.num_prompt + params.max_tokens, dtype=np.int64)
+        self._tokens[: self.num_prompt] = prompt
+        self.params = params
+        self.key = key
+        ends = () if params.ignore_eos else tuple(eos)
+        self.stops = tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ()))))
+        self.detokenizer = detokenizer
+        self.logprobs: list[dict[int, Logprob]] = []
+        self.stopped = False
+        self.stop_reason: int | str | None = None
+        """The stop string or the entry of stop_token_ids that ended it; None for an end-of-sequence token."""
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def output_tokens(self) -> list[int]:
+        tokens: list[int] = self._tokens[self.num_prompt : self.num_tokens].tolist()
+        return tokens
+
+    @property
+    def text(self) -> str:
+        return "" if self.detokenizer is None else self.detokenizer.text
+
+    def slice(self, start: int, count: int) -> np.ndarray:
+        return self._tokens[start : start + count]
+
+    def next_sample(self) -> SampleRow:
+        return SampleRow(self.params, self.key, self.num_outputs, self.stops)
+
+    def append(self, token: int, logprobs: dict[int, Logprob] | None) -> bool:
+        """Take a sampled token; returns whether the request has met a stop."""
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        may_stop = self.num_outputs >= self.params.min_tokens
+        if may_stop and token in self.stops:
+            self.stopped = True
+            if token in (self.params.stop_token_ids or ()):
+                self.stop_reason = token
+            if self.detokenizer is not None and self.params.include_stop_str_in_output:
+                self.detokenizer.push(token, check_stops=False)
+        elif self.detokenizer is not None:
+            met = self.detokenizer.push(token, check_stops=may_stop)
+            if met is not None:
+                self.stopped, self.stop_reason = True, met
+        return self.stopped
+
+    def finish(self) -> None:
+        """The output is complete: text that was held back comes out, unless a stop string has cut it."""
+        if self.detokenizer is not None and not isinstance(self.stop_reason, str):
+            self.detokenizer.flush()
+
+
+class _Job:
+    """A submitted step, with everything copied that the scheduler may change later."""
+
+    __slots__ = ("rows", "seq", "states")
+
+    def __init__(self, seq: int, rows: list[Row], states: list[RequestState]) -> None:
+        self.seq = seq
+        self.rows = rows
+        self.states = states
+
+
+class TorchExecutor:
+    """Runs steps in the order of `submit`, each as one forward pass and one round of sampling.
+
+    With one step in flight a step runs inside `collect`. With two a thread of the executor's own runs them, so that
+    the next step can be scheduled meanwhile; a row then finds the token that the step before it sampled, because
+    token ids are read when a step begins to run.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        clock: Callable[[], int],
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Sequence[int] = (),
+        steps_in_flight: int = 1,
+        seed: int = 0,
+        num_threads: int | None = None,
+    ) -> None:
+        if steps_in_flight not in (1, 2):
+            raise OptionError(f"steps_in_flight is {steps_in_flight}; it must be 1 or 2")
+        self.runner = runner
+        self.clock = clock
+        self._tokenizer = tokenizer
+        self._eos = tuple(eos_token_ids)
+        self._seed = seed
+        self._num_threads = num_threads
+        self._states: dict[int, RequestState] = {}
+        self._pending: list[_Job] = []
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[StepOutcome | BaseException] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if steps_in_flight == 2:
+            self._thread = threading.Thread(target=self._work, name="kvtwin-steps", daemon=True)
+            self._thread.start()
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    def add(self, request: int, prompt: Sequence[int], params: SamplingParams) -> RequestState:
+        """Take in a request under the scheduler's id for it; its state is the executor's until `forget`."""
+        key = params.seed
+        if key is None:
+            key = int(uniform(self._seed, request) * 2**53)
+        detokenizer = None
+        if params.detokenize and self._tokenizer is not None:
+            detokenizer = Detokenizer(self._tokenizer, params.stop_strings, params.include_stop_str_in_output)
+        state = RequestState(prompt, params, key, self._eos, detokenizer)
+        self._states[request] = state
+        return state
+
+    def state(self, request: int) -> RequestState:
+        return self._states[request]
+
+    def forget(self, request: int) -> None:
+        """Drop a finished or aborted request. A step that still runs it keeps what it needs."""
+        self._states.pop(request, None)
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def submit(self, plan: StepPlan, view: PlanView, now: int) -> None:
+        """Take a plan: rows and block tables are copied here, and what `view` shows may change afterwards."""
+        if plan.copies or plan.swap_out or plan.swap_in:
+            raise InvariantError("a plan asks for block copies or swaps, which this executor does not do")
+        items: list[PlanItem] = [*plan.decodes.rows(), *plan.prefills]
+        rows = [
+            Row(item.request, item.start, item.num_tokens, item.samples, np.array(view.table(item.request), dtype=np.int64))
+            for item in items
+        ]
+        rows = self.runner.order(rows)
+        job = _Job(plan.seq, rows, [self._states[row.request] for row in rows])
+        if self._thread is None:
+            self._pending.append(job)
+        else:
+            self._jobs.put(job)
+
+    def collect(self) -> StepOutcome:
+        """The outcome of the oldest step that was submitted and not collected; runs it, or waits for it."""
+        if self._thread is None:
+            return self._run(self._pending.pop(0))
+        outcome = self._outcomes.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        """End the executor's thread, after the steps that were submitted."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        if self._num_threads is not None:
+            # OpenMP counts threads per calling thread.
+            torch.set_num_threads(self._num_threads)
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._outcomes.put(self._run(job))
+            except BaseException as error:  # noqa: BLE001 (raised again in collect, where the caller is)
+                self._outcomes.put(error)
+
+    def _run(self, job: _Job) -> StepOutcome:
+        rows, states = job.rows, job.states
+        tokens = np.concatenate([state.slice(row.start, row.count) for row, state in zip(rows, states, strict=True)])
+        sampling = [(row, state) for row, state in zip(rows, states, strict=True) if row.samples]
+        for row, state in sampling:
+            if row.start + row.count != state.num_tokens and not state.stopped:
+                raise InvariantError(
+                    f"step {job.seq} samples token {row.start + row.count} of request {row.request}, "
+                    f"which has {state.num_tokens} tokens"
+                )
+        logits = self.runner.run(rows, tokens)
+        sampled: dict[int, int] = {}
+        finished: list[Finish] = []
+        if sampling:
+            drawn = sample(logits, [state.next_sample() for _, state in sampling])
+            for (row, state), token, logprobs in zip(sampling, drawn.tokens, drawn.logprobs, strict=True):
+                sampled[row.request] = token
+                # A request that stopped in the step before may still have had a row in this one.
+                if not state.stopped and state.append(token, logprobs):
+                    finished.append(Finish(row.request, "stop"))
+        return StepOutcome(self.clock(), sampled, tuple(finished))

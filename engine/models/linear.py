@@ -1,0 +1,49 @@
+"""One weight matrix and how this machine multiplies by it best."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Linear"]
+
+_PACK_FROM_OUTPUTS = 2048
+"""oneDNN's packed form wins from about this many outputs on (docs/measurements.md); below it, a transposed copy does."""
+
+
+class Linear:
+    """y = x W' + b with x [tokens, inputs], W [outputs, inputs] (Hugging Face's order) and b [outputs] or None.
+
+    Decode batches have few rows, and torch's `linear` reads its weights slowly there: at 8 rows a matrix stored the
+    other way round is two to three times as fast on AVX-512, and oneDNN's blocked format is for wide matrices.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.bias = bias
+        self._packed: Tensor | None = None
+        self._turned: Tensor | None = None
+        self._plain: Tensor | None = None
+        if weight.device.type != "cpu" or weight.dtype == torch.float64:
+            self._plain = weight
+        elif _can_pack(weight.dtype) and (weight.dtype == torch.bfloat16 or self.outputs >= _PACK_FROM_OUTPUTS):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        elif weight.dtype == torch.float32:
+            self._turned = weight.t().contiguous()
+        else:
+            self._plain = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._turned is not None:
+            return x @ self._turned if self.bias is None else torch.addmm(self.bias, x, self._turned)
+        if self._packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        assert self._plain is not None
+        return F.linear(x, self._plain, self.bias)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
