@@ -39,6 +39,8 @@ PERCENTILES = (50, 90, 95, 99)
 USAGE = ("held", "tail", "reserved_may", "reserved_cannot", "external", "transfer", "cached", "free")
 """Columns of the steps table that sum to the pool, in slots."""
 
+_RUN_COLUMNS = ("num_steps", "step_ends_ns", "run_takes", "step_cached")
+
 Columns = Mapping[str, Any]
 """Column name to array; a list column is a sequence of arrays."""
 
@@ -163,9 +165,10 @@ def _first_start(steps: Columns) -> int:
 def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
     """The steps table with every run written out, one row a step, without the list columns.
 
-    Within a run nothing changes but time, contexts and usage: every decode row writes one token a step, and a row
-    whose context is a multiple of the block size takes a block. A step is decided when the step `steps_in_flight`
-    before it has ended. Blocks are taken from `free` first, then from `cached`.
+    Within a run nothing changes but time, contexts and usage: every decode row writes one token a step, step j takes
+    `run_takes[j modulo block size]` blocks (step 0 is the run's own row), and `step_cached` lists the reusable free
+    slots where they change. A step is decided when the step `steps_in_flight` before it has ended. Who finished within
+    a run is counted at its last step.
     """
     steps = tables.steps
     lengths = np.asarray(steps["num_steps"], dtype=np.int64)
@@ -173,38 +176,36 @@ def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
     first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
     offset = np.arange(total, dtype=np.int64) - np.repeat(first, lengths)  # of a step within its run
     out: dict[str, np.ndarray] = {
-        name: np.repeat(np.asarray(column), lengths)
-        for name, column in steps.items()
-        if name not in ("step_ends_ns", "block_phase_counts", "num_steps")
+        name: np.repeat(np.asarray(column), lengths) for name, column in steps.items() if name not in _RUN_COLUMNS
     }
     out["step"] = out["step"] + offset
     rows = out["num_decodes"].astype(np.int64)
     out["decode_context_tokens"] = out["decode_context_tokens"] + offset * rows
-    for name in ("admitted", "preempted", "finished"):
-        last = offset == np.repeat(lengths, lengths) - 1
-        keep = last if name == "finished" else offset == 0
-        out[name] = np.where(keep, out[name], 0)
+    last = offset == np.repeat(lengths, lengths) - 1
+    out["finished"] = np.where(last, out["finished"], 0)
+    for name in ("admitted", "preempted"):
+        out[name] = np.where(offset == 0, out[name], 0)
 
-    taken = np.zeros(total, dtype=np.int64)
+    taken = np.zeros(total, dtype=np.int64)  # slots of blocks taken since the run's first step
+    cached = out["cached"].copy()
     ends = out["end_ns"].copy()
-    phases = steps["block_phase_counts"]
     size = tables.block_size
     for index in np.flatnonzero(lengths > 1):
         where = slice(int(first[index]), int(first[index] + lengths[index]))
         ends[where] = np.asarray(steps["step_ends_ns"][index], dtype=np.int64)
-        counts = np.asarray(phases[index], dtype=np.int64)
-        if len(counts):
-            later = np.arange(1, int(lengths[index]), dtype=np.int64)
-            taken[where] = np.concatenate([[0], np.cumsum(counts[(-later) % size])])
+        takes = np.asarray(steps["run_takes"][index], dtype=np.int64)
+        later = np.arange(1, int(lengths[index]))
+        taken[where] = np.concatenate([[0], np.cumsum(takes[later % size])]) * size
+        if len(steps["step_cached"][index]):
+            cached[where] = np.asarray(steps["step_cached"][index], dtype=np.int64)
     out["end_ns"] = ends
     lag = tables.steps_in_flight
     starts = np.concatenate([np.full(min(lag, total), _first_start(steps) if total else 0), ends[:-lag]])[:total]
     out["start_ns"] = np.where(offset == 0, out["start_ns"], starts)
     out["held"] = out["held"] + offset * rows
-    out["tail"] = out["tail"] + taken * size - offset * rows
-    from_free = np.minimum(out["free"], taken * size)
-    out["free"] = out["free"] - from_free
-    out["cached"] = out["cached"] - (taken * size - from_free)
+    out["tail"] = out["tail"] + taken - offset * rows
+    out["free"] = out["free"] + out["cached"] - taken - cached
+    out["cached"] = cached
     return out
 
 

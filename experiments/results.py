@@ -50,7 +50,7 @@ __all__ = [
 _NOT_IN_MANIFEST = ("out",)
 """Options that say where, not what: results do not depend on them."""
 
-_LISTS = {"step_ends_ns": np.int64, "block_phase_counts": np.int32}
+_LISTS = {"step_ends_ns": np.int64, "run_takes": np.int32, "step_cached": np.int64}
 _TEXTS = ("outcome", "reason")
 
 

@@ -59,27 +59,31 @@ def request_tables(draw: st.DrawFn) -> dict[str, Any]:
 def step_tables(draw: st.DrawFn, block_size: int = 4) -> dict[str, Any]:
     """Steps and runs that follow each other without idle time."""
     now, seq = draw(times), 1
-    columns: dict[str, list[Any]] = {n: [] for n in ("step", "num_steps", "start_ns", "end_ns", "num_decodes")}
+    lists = ("step_ends_ns", "run_takes", "step_cached")
+    columns: dict[str, list[Any]] = {n: [] for n in ("step", "num_steps", "start_ns", "end_ns", "num_decodes", *lists)}
     columns |= {n: [] for n in ("decode_context_tokens", "admitted", "preempted", "finished", *metrics.USAGE)}
-    columns |= {"step_ends_ns": [], "block_phase_counts": []}
     for _ in range(draw(st.integers(1, 6))):
         length = draw(st.integers(1, 7))
-        counts = draw(st.lists(st.integers(0, 3), min_size=block_size, max_size=block_size))
+        run = length > 1
         ends = now + np.cumsum(draw(st.lists(st.integers(1, 10**8), min_size=length, max_size=length)))
+        takes = draw(st.lists(st.integers(0, 3), min_size=block_size, max_size=block_size))[:length]
+        cached = draw(st.lists(st.integers(0, 9), min_size=length, max_size=length)) if draw(st.booleans()) else []
         columns["step"].append(seq)
         columns["num_steps"].append(length)
         columns["start_ns"].append(now)
         columns["end_ns"].append(int(ends[-1]))
-        columns["num_decodes"].append(sum(counts))
-        columns["decode_context_tokens"].append(sum(counts) * 5)
-        columns["step_ends_ns"].append(ends if length > 1 else np.empty(0, dtype=np.int64))
-        columns["block_phase_counts"].append(np.array(counts if length > 1 else [], dtype=np.int32))
+        columns["num_decodes"].append(draw(st.integers(0, 9)))
+        columns["decode_context_tokens"].append(draw(st.integers(0, 99)))
+        columns["step_ends_ns"].append(ends if run else [])
+        columns["run_takes"].append(takes if run else [])
+        columns["step_cached"].append([columns_cached * block_size for columns_cached in cached] if run else [])
         for name in ("admitted", "preempted", "finished"):
             columns[name].append(draw(st.integers(0, 2)))
         for name in metrics.USAGE:
-            columns[name].append(draw(st.integers(0, 50)) * block_size + (1000 if name in ("tail", "free") else 0))
+            columns[name].append(draw(st.integers(0, 50)) * block_size)
+        if run and cached:
+            columns["cached"][-1] = cached[0] * block_size
         now, seq = int(ends[-1]), seq + length
-    lists = ("step_ends_ns", "block_phase_counts")
     return {n: c if n in lists else np.array(c, dtype=np.int64) for n, c in columns.items()}
 
 
@@ -158,19 +162,18 @@ def test_expansion_equals_stepping_through_each_run(steps: dict[str, Any], in_fl
     ends: list[int] = []
     row = 0
     for i in range(len(steps["step"])):
-        positions = [p for p, n in enumerate(steps["block_phase_counts"][i]) for _ in range(n)]
         usage = {name: int(steps[name][i]) for name in metrics.USAGE}
         pool = sum(usage.values())
+        decodes = int(steps["num_decodes"][i])
         for j in range(int(steps["num_steps"][i])):
             if j:
-                for p in range(len(positions)):
-                    positions[p] += 1
-                    usage["held"] += 1
-                    usage["tail"] -= 1
-                    if positions[p] % 4 == 0:
-                        usage["tail"] += 4
-                        source = "free" if usage["free"] > 0 else "cached"
-                        usage[source] -= 4
+                new = int(steps["run_takes"][i][j % 4]) * 4
+                usage["held"] += decodes
+                usage["tail"] += new - decodes
+                before = usage["cached"]
+                if len(steps["step_cached"][i]):
+                    usage["cached"] = int(steps["step_cached"][i][j])
+                usage["free"] -= new + usage["cached"] - before
                 lag = len(ends) - in_flight
                 assert found["start_ns"][row] == (ends[lag] if lag >= 0 else steps["start_ns"][0])
             else:
@@ -179,8 +182,7 @@ def test_expansion_equals_stepping_through_each_run(steps: dict[str, Any], in_fl
             ends.append(end)
             assert found["end_ns"][row] == end
             assert found["step"][row] == steps["step"][i] + j
-            expected_context = steps["decode_context_tokens"][i] + j * steps["num_decodes"][i]
-            assert found["decode_context_tokens"][row] == expected_context
+            assert found["decode_context_tokens"][row] == steps["decode_context_tokens"][i] + j * decodes
             assert {name: int(found[name][row]) for name in metrics.USAGE} == usage
             assert sum(usage.values()) == pool
             row += 1

@@ -28,14 +28,14 @@ def test_tables_come_back_as_written(tmp_path: Path) -> None:
         "request": np.arange(3),
         "outcome": ["stop", "length", "rejected"],
         "step_ends_ns": [np.array([1, 2]), np.empty(0, dtype=np.int64), np.array([7])],
-        "block_phase_counts": [np.array([1], dtype=np.int32), np.array([2, 3], dtype=np.int32), []],
+        "run_takes": [np.array([1], dtype=np.int32), np.array([2, 3], dtype=np.int32), []],
     }
     results.write_table(tmp_path / "t.parquet", columns)
     found = results.read_table(tmp_path / "t.parquet")
     assert found["request"].tolist() == [0, 1, 2]
     assert found["outcome"].tolist() == columns["outcome"]
     assert [list(item) for item in found["step_ends_ns"]] == [[1, 2], [], [7]]
-    assert [list(item) for item in found["block_phase_counts"]] == [[1], [2, 3], []]
+    assert [list(item) for item in found["run_takes"]] == [[1], [2, 3], []]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
