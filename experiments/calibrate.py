@@ -40,7 +40,7 @@ def show(calibration: Calibration, terminal: Terminal) -> None:
     terminal.table(title, ("batches", "number", "bias (time-weighted)", "mean |error|", "90 % below"), rows)
     hull = calibration.hull
     terminal.print(
-        f"Drift of the machine while profiling: {calibration.drift:+.1%}; step times get a band of ±{calibration.band:.1%}. "
+        f"Drift of the machine while profiling: {calibration.drift:+.1%}; band on step times: ±{calibration.band:.1%}. "
         f"Measured range: {hull.n_tokens[0]:,} to {hull.n_tokens[1]:,} new tokens, up to {hull.rows[1]:,} rows and "
         f"{hull.context_tokens[1]:,} cached tokens a step."
     )

@@ -1,0 +1,283 @@
+"""`kvtwin simulate`: a trace served in simulated time, and how far to trust what comes out.
+
+With a calibration the simulation is repeated with step times at both ends of the calibration's band, and with some of
+its bootstrap refits; prediction.json gives every metric the range that results, and its elasticity: by how many percent
+it changes when all steps take one percent longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments import results
+from experiments.config import Config
+from experiments.errors import UsageError
+from experiments.metrics import Tables, summarize
+from experiments.serving import KvBlocks, kv_blocks_of_device, scheduler_config, slo_of
+from experiments.workload import load_trace
+
+if TYPE_CHECKING:
+    from engine.core.presets import SchedulerConfig
+    from experiments.terminal import Terminal
+    from sim.calibration import Calibration
+    from sim.models import ModelSpec
+    from sim.simulate import SimResult
+    from sim.steptime import StepTime
+    from traces import Trace
+
+__all__ = ["Prediction", "execute", "simulate_trace", "summary_rows"]
+
+REFITS = 4
+"""Bootstrap refits of the calibration that are simulated beside the ends of its band."""
+BANDED = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
+STEEP = 2.0
+"""TTFT whose elasticity is above this is close to where queues grow without bound, and said to be so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What the step times rest on."""
+
+    step_time: StepTime
+    label: str
+    assumptions: tuple[str, ...]
+    calibration: Calibration | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A simulation's tables and summary, and how far to trust them."""
+
+    tables: Tables
+    summary: dict[str, Any]
+    about: dict[str, Any]
+    """The content of prediction.json."""
+
+
+def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
+    """`kvtwin simulate`: the results folder --out; returns summary.json."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    trace = load_trace(config)
+    spec = model_spec(config.model)
+    basis = step_time_of(config, spec)
+    blocks = kv_blocks(config, spec)
+    options = scheduler_config(config, blocks.number, spec.max_position)
+    manifest = {
+        "kind": "simulated",
+        "configuration": results.configuration(config),
+        "versions": results.versions("simpy"),
+        "seed": config.seed,
+        "trace": trace.name,
+        "trace_digest": trace.digest(),
+        "num_requests": len(trace),
+        "kv_blocks": blocks.number,
+        "max_model_len": options.max_model_len,
+        "step_time": basis.label,
+    }
+    assert config.out is not None  # required by the command line
+    folder = results.begin(config.out, manifest)
+    prediction = simulate_trace(config, trace, options, basis, blocks)
+    results.write_json(folder / "prediction.json", prediction.about)
+    timing = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+    results.finish(folder, manifest, prediction.tables, prediction.summary, timing)
+    show(prediction, terminal)
+    terminal.note(f"Written to {folder} in {timing['wall_s']:.1f} s.")
+    return prediction.summary
+
+
+def model_spec(model: str) -> ModelSpec:
+    """The model's shape, from a preset, a config.json, a checkpoint's folder or a GGUF file."""
+    from sim.models import load_model
+
+    if model.endswith(".gguf"):
+        raise UsageError(f"A simulation cannot read {model} yet; name the model's config.json or a preset.")
+    return load_model(model)
+
+
+def step_time_of(config: Config, spec: ModelSpec) -> Basis:
+    """The step-time model that --calibration or --hardware names.
+
+    Raises:
+        UsageError: neither is given.
+        SimError: it cannot be read, or is of another model.
+    """
+    if config.pipeline_parallel_size > 1:
+        raise UsageError("--pipeline-parallel-size above 1 cannot be simulated yet; leave it at 1.")
+    if config.calibration is not None:
+        from sim.calibration import load_calibration
+
+        calibration = load_calibration(config.calibration)
+        calibration.check_model(spec.name)
+        return Basis(calibration.step_time(), calibration.label(), (), calibration)
+    if config.hardware is not None:
+        from sim.hardware import load_device
+        from sim.steptime import Assumptions, roofline
+
+        device = load_device(config.hardware)
+        kv_dtype = None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        dtype = None if config.dtype == "auto" else config.dtype
+        found = roofline(spec, device, config.tensor_parallel_size, dtype, kv_dtype)
+        return Basis(found, f"{device.name}: {found.label}", (Assumptions().text(),), None)
+    raise UsageError("`kvtwin simulate` needs --calibration FILE (a measured machine) or --hardware NAME (a roofline).")
+
+
+def kv_blocks(config: Config, spec: ModelSpec) -> KvBlocks:
+    """As named, or what the device's memory holds.
+
+    Raises:
+        UsageError: neither the number nor a device is given.
+    """
+    if config.num_gpu_blocks_override is not None:
+        return KvBlocks(config.num_gpu_blocks_override, "")
+    if config.hardware is not None:
+        from sim.hardware import load_device
+
+        return kv_blocks_of_device(config, spec, load_device(config.hardware))
+    raise UsageError(
+        "A calibration does not say how much memory there is: give --num-gpu-blocks-override or --hardware."
+    )
+
+
+def simulate_trace(
+    config: Config, trace: Trace, options: SchedulerConfig, basis: Basis, blocks: KvBlocks
+) -> Prediction:
+    """The simulation and, with a calibration, its repetitions."""
+    from sim.simulate import share_outside_hull
+
+    found = _run(config, trace, options, basis.step_time)
+    tables = _tables(found, options)
+    summary = summarize(tables, options.num_blocks, slo_of(config))
+    about: dict[str, Any] = {
+        "basis": "calibration" if basis.calibration else "roofline",
+        "label": basis.label,
+        "assumptions": [*basis.assumptions, *([blocks.assumption] if blocks.assumption else [])],
+        "band": None,
+        "bands": None,
+        "elasticity": None,
+        "share_outside_hull": None,
+    }
+    calibration = basis.calibration
+    if calibration is not None:
+        about["share_outside_hull"] = share_outside_hull(found, calibration.hull)
+        if config.bands:
+            others = {
+                name: summarize(_tables(_run(config, trace, options, model), options), options.num_blocks)
+                for name, model in calibration.band_models(REFITS).items()
+            }
+            about["band"] = calibration.band
+            about["bands"] = _bands([summary, *others.values()])
+            about["elasticity"] = _elasticity(others["low"], others["high"], calibration.band)
+    return Prediction(tables, summary, about)
+
+
+def _run(config: Config, trace: Trace, options: SchedulerConfig, step_time: StepTime) -> SimResult:
+    from sim.simulate import simulate
+
+    return simulate(trace, options, step_time, time_scale=config.time_scale, fast_forward=config.fast_forward)
+
+
+def _tables(found: SimResult, options: SchedulerConfig) -> Tables:
+    return Tables(found.requests(), found.steps(), found.gaps(), options.steps_in_flight, options.block_size)
+
+
+def _values(summary: dict[str, Any]) -> dict[tuple[str, str], float | None]:
+    """Every metric of a summary that has a band, flat."""
+    flat = {(name, statistic): value for name in BANDED for statistic, value in summary[name].items()}
+    return flat | {("output_tokens_per_s", ""): summary["output_tokens_per_s"]}
+
+
+def _nested(flat: dict[tuple[str, str], Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for (name, statistic), value in flat.items():
+        if statistic:
+            nested.setdefault(name, {})[statistic] = value
+        else:
+            nested[name] = value
+    return nested
+
+
+def _bands(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """[lowest, highest] of each metric over the repetitions."""
+    every = [_values(summary) for summary in summaries]
+    bands: dict[tuple[str, str], Any] = {}
+    for key in every[0]:
+        known = [value for values in every if (value := values[key]) is not None]
+        bands[key] = [min(known), max(known)] if known else None
+    return _nested(bands)
+
+
+def _elasticity(low: dict[str, Any], high: dict[str, Any], band: float) -> dict[str, Any]:
+    """d ln(metric) / d ln(step time), between both ends of the band."""
+    slow, fast = _values(high), _values(low)
+    width = math.log((1 + band) / (1 - band))
+    return _nested(
+        {key: math.log(slow[key] / fast[key]) / width if slow[key] and fast[key] else None for key in slow}  # type: ignore[operator]
+    )
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows of the table of distributions: (metric, mean, p50, p90, p95, p99)."""
+    titles = {
+        "ttft_s": ("time to first token (s)", 1.0),
+        "tpot_s": ("time per output token (ms)", 1e3),
+        "itl_s": ("inter-token latency (ms)", 1e3),
+        "e2e_s": ("end-to-end latency (s)", 1.0),
+    }
+    return [
+        (title, *("–" if v is None else f"{v * factor:,.3f}" for v in summary[name].values()))
+        for name, (title, factor) in titles.items()
+    ]
+
+
+def show_summary(summary: dict[str, Any], terminal: Terminal, title: str) -> None:
+    """The metrics of a run on the terminal."""
+    terminal.table(title, ("", "mean", "p50", "p90", "p95", "p99"), summary_rows(summary))
+    rate = summary["output_tokens_per_s"]
+    hits, prompt = summary["prefix_hit_tokens"], summary["prompt_tokens"]
+    lines = [
+        f"{summary['num_requests']:,} requests ({summary['num_rejected']:,} rejected) in {summary['duration_s']:,.1f} s"
+        f", {'–' if rate is None else f'{rate:,.1f}'} output tokens per s, {summary['num_steps']:,} steps",
+        f"{summary['kv_blocks']:,} KV blocks, {summary['num_preemptions']:,} preemptions, "
+        f"{hits / prompt if prompt else 0:.1%} of prompt tokens from the prefix cache",
+    ]
+    if summary.get("goodput_per_s") is not None:
+        lines.append(f"{summary['goodput_per_s']:,.3f} requests per s met their objectives")
+    for line in lines:
+        terminal.print(line + ".")
+
+
+def show(prediction: Prediction, terminal: Terminal) -> None:
+    """The metrics, and what they rest on."""
+    about = prediction.about
+    show_summary(prediction.summary, terminal, "Simulated")
+    terminal.print(f"Step times: {about['label']}.")
+    for text in about["assumptions"]:
+        terminal.print(f"{text[:1].upper()}{text[1:].removesuffix('.')}.")
+    if about["bands"] is not None:
+        steep = (about["elasticity"]["ttft_s"] or {}).get("mean")
+        terminal.print(
+            f"With step times off by ±{about['band']:.1%} and {REFITS} refits: mean "
+            + ", ".join(
+                f"{title} {low * factor:,.3f} to {high * factor:,.3f} {unit}"
+                for name, title, factor, unit in (
+                    ("ttft_s", "TTFT", 1.0, "s"),
+                    ("tpot_s", "TPOT", 1e3, "ms"),
+                    ("e2e_s", "end-to-end", 1.0, "s"),
+                )
+                if about["bands"][name]["mean"] is not None
+                for low, high in [about["bands"][name]["mean"]]
+            )
+            + "."
+        )
+        if steep is not None and steep > STEEP:
+            terminal.warn(
+                f"one percent on step times moves the mean TTFT by {steep:.1f} percent: the load is near capacity, "
+                "so do not lean on it."
+            )
+    outside = about["share_outside_hull"]
+    if outside:
+        terminal.warn(f"{outside:.1%} of the simulated time is in batches beyond those that were calibrated.")
