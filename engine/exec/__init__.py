@@ -11,6 +11,14 @@ torch:
     profiler                        what a step takes
 """
 
+import os
+import sys
+
 from engine.models.errors import DownloadError, EngineError, ModelError, OptionError, ProfileError, SamplingError
 
 __all__ = ["DownloadError", "EngineError", "ModelError", "OptionError", "ProfileError", "SamplingError"]
+
+if "torch" not in sys.modules:
+    # Read by OpenMP when torch is loaded. Idle threads that spin take the cores from everything else on the machine:
+    # with two busy neighbours decoding was four times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

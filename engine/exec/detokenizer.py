@@ -10,7 +10,7 @@ __all__ = ["Detokenizer"]
 
 _REPLACEMENT = "\ufffd"
 _WINDOW = 6
-"""Tokens before the newest that are decoded again with it: text may depend on neighbours (a character's bytes, a space)."""
+"""Tokens before the newest that are decoded again with it, because text depends on neighbours (bytes, spaces)."""
 
 
 class Detokenizer:

@@ -37,10 +37,26 @@ class Clock:
 class RequestState:
     """One request's tokens and text. Only the step that runs changes it; between steps anybody may read it."""
 
-    __slots__ = ("_tokens", "detokenizer", "key", "logprobs", "num_prompt", "num_tokens", "params", "stop_reason", "stopped", "stops")
+    __slots__ = (
+        "_tokens",
+        "detokenizer",
+        "key",
+        "logprobs",
+        "num_prompt",
+        "num_tokens",
+        "params",
+        "stop_reason",
+        "stopped",
+        "stops",
+    )
 
     def __init__(
-        self, prompt: Sequence[int], params: SamplingParams, key: int, eos: Sequence[int], detokenizer: Detokenizer | None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        key: int,
+        eos: Sequence[int],
+        detokenizer: Detokenizer | None,
     ) -> None:
         self.num_prompt = len(prompt)
         self.num_tokens = self.num_prompt
@@ -175,7 +191,13 @@ class TorchExecutor:
             raise InvariantError("a plan asks for block copies or swaps, which this executor does not do")
         items: list[PlanItem] = [*plan.decodes.rows(), *plan.prefills]
         rows = [
-            Row(item.request, item.start, item.num_tokens, item.samples, np.array(view.table(item.request), dtype=np.int64))
+            Row(
+                item.request,
+                item.start,
+                item.num_tokens,
+                item.samples,
+                np.array(view.table(item.request), dtype=np.int64),
+            )
             for item in items
         ]
         rows = self.runner.order(rows)

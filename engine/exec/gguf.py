@@ -155,7 +155,9 @@ def decoder_config(file: GGUFFile) -> DecoderConfig:
         return value
 
     if metadata.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensor_names:
-        raise ModelError(f"the GGUF file {file.path} scales its rotary embedding, which is not read from GGUF; use safetensors")
+        raise ModelError(
+            f"the GGUF file {file.path} scales its rotary embedding, which is not read from GGUF; use safetensors"
+        )
     heads, hidden = field("attention.head_count"), field("embedding_length")
     head_dim = field("attention.key_length", hidden // heads)
     embedding = file._descriptions.get("token_embd.weight")

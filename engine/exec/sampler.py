@@ -73,7 +73,9 @@ class SamplingParams:
             raise SamplingError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         _integer("min_tokens", self.min_tokens)
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise SamplingError(f"min_tokens is {self.min_tokens}; it must lie between 0 and max_tokens ({self.max_tokens})")
+            raise SamplingError(
+                f"min_tokens is {self.min_tokens}; it must lie between 0 and max_tokens ({self.max_tokens})"
+            )
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs)
             if not 0 <= self.logprobs <= _MAX_LOGPROBS:
@@ -148,7 +150,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sample:
     logprobs = _logprobs(logits, rows)
     for index, row in enumerate(rows):
         if row.stops and row.position < row.params.min_tokens:
-            logits[index, list(row.stops)] = -torch.inf
+            logits[index, [stop for stop in row.stops if stop < logits.shape[1]]] = -torch.inf
     tokens: list[int] = logits.argmax(-1).tolist()
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
@@ -191,7 +193,9 @@ def _thresholds(probabilities: Tensor, params: Sequence[SamplingParams]) -> Tens
     """
     vocab = probabilities.shape[1]
     ks = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-    needed = max(k if p.top_p == 1 and k < vocab else min(k, _FIRST_CANDIDATES) for k, p in zip(ks, params, strict=True))
+    needed = max(
+        k if p.top_p == 1 and k < vocab else min(k, _FIRST_CANDIDATES) for k, p in zip(ks, params, strict=True)
+    )
     ranked = probabilities.topk(min(needed, vocab), -1).values
     result = torch.zeros(len(params), dtype=probabilities.dtype)
     for i, (k, p) in enumerate(zip(ks, params, strict=True)):

@@ -84,7 +84,9 @@ class LibraryTokenizer:
 
     def chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         if self._inner.token_to_id("<|im_start|>") is None or self._inner.token_to_id("<|im_end|>") is None:
-            raise ModelError("the model's tokenizer has no ChatML marks, and other chat templates are not read; use prompts")
+            raise ModelError(
+                "the model's tokenizer has no ChatML marks, and other chat templates are not read; use prompts"
+            )
         turns = list(messages)
         if self._system_prompt is not None and (not turns or turns[0]["role"] != "system"):
             turns.insert(0, {"role": "system", "content": self._system_prompt})

@@ -42,7 +42,9 @@ def load_model(model: str | Path | DecoderConfig, load_format: str = "auto", see
         raise OptionError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
     if isinstance(model, DecoderConfig):
         if load_format not in ("auto", "dummy"):
-            raise OptionError(f"a model's configuration alone has only random weights, and load_format is {load_format!r}")
+            raise OptionError(
+                f"a model's configuration alone has only random weights, and load_format is {load_format!r}"
+            )
         return LoadedModel("configured", model, dummy_weights(model, seed), _byte_tokenizer(model))
     if model == "tiny":
         return LoadedModel("tiny", TINY, dummy_weights(TINY, seed), ByteTokenizer(TINY.vocab_size))
@@ -62,7 +64,9 @@ def load_model(model: str | Path | DecoderConfig, load_format: str = "auto", see
         if load_format != "dummy":
             raise OptionError(f"{path} is a configuration without weights; add --load-format dummy for random ones")
         config = DecoderConfig.from_hf(_json(path))
-        return LoadedModel(path.parent.name or "configured", config, dummy_weights(config, seed), _byte_tokenizer(config))
+        return LoadedModel(
+            path.parent.name or "configured", config, dummy_weights(config, seed), _byte_tokenizer(config)
+        )
     raise ModelError(f"{path} is neither a checkpoint folder nor a .gguf or config.json file")
 
 
@@ -118,7 +122,9 @@ def _safetensors(folder: Path) -> dict[str, Tensor]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"the model folder {folder} has no .safetensors file (for random weights, --load-format dummy)")
+        raise ModelError(
+            f"the model folder {folder} has no .safetensors file (for random weights, --load-format dummy)"
+        )
     weights: dict[str, Tensor] = {}
     for path in files:
         try:

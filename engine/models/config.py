@@ -87,7 +87,9 @@ class DecoderConfig:
                 "the first must be a multiple of the second"
             )
         if self.head_dim % 2:
-            raise ModelError(f"the model's configuration has head_dim = {self.head_dim}; rotary embedding needs an even one")
+            raise ModelError(
+                f"the model's configuration has head_dim = {self.head_dim}; rotary embedding needs an even one"
+            )
 
     @property
     def kv_elements_per_token(self) -> int:

@@ -1,11 +1,11 @@
 """Every exception of the engine outside of its core.
 
-    EngineError
-    ├── ModelError        a model's folder, file, configuration or weights cannot be used
-    ├── DownloadError     the default model could not be fetched
-    ├── SamplingError     a sampling parameter is out of range
-    ├── OptionError       an engine option is out of range or does not fit the machine
-    └── ProfileError      a profile file cannot be written or continued
+EngineError
+├── ModelError        a model's folder, file, configuration or weights cannot be used
+├── DownloadError     the default model could not be fetched
+├── SamplingError     a sampling parameter is out of range
+├── OptionError       an engine option is out of range or does not fit the machine
+└── ProfileError      a profile file cannot be written or continued
 """
 
 __all__ = ["DownloadError", "EngineError", "ModelError", "OptionError", "ProfileError", "SamplingError"]

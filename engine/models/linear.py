@@ -9,7 +9,7 @@ from torch import Tensor
 __all__ = ["Linear"]
 
 _PACK_FROM_OUTPUTS = 2048
-"""oneDNN's packed form wins from about this many outputs on (docs/measurements.md); below it, a transposed copy does."""
+"""oneDNN's packed form wins from about this many outputs on; below it, a transposed copy does."""
 
 
 class Linear:

@@ -33,7 +33,11 @@ def expected_weights(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
         if config.output_bias:
             yield prefix + "self_attn.o_proj.bias", (hidden,)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
-        for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
+        for name, shape in (
+            ("gate_proj", (inner, hidden)),
+            ("up_proj", (inner, hidden)),
+            ("down_proj", (hidden, inner)),
+        ):
             yield f"{prefix}mlp.{name}.weight", shape
             if config.mlp_bias:
                 yield f"{prefix}mlp.{name}.bias", shape[:1]

@@ -1,0 +1,439 @@
+"""Scheduler, executor and clock joined: an engine that serves requests in real time.
+
+engine = Engine(EngineArgs(model="smollm2"))
+report = engine.serve(source)       # returns when the source is closed and all requests have ended
+engine.close()
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from engine.core.drive import Abort, Add, StepHook, Wait, drive
+from engine.core.errors import ConfigError
+from engine.core.identity import TokenIdentity
+from engine.core.policies import Policy
+from engine.core.presets import SchedulerConfig, preset
+from engine.core.records import DecisionLog, Recorder
+from engine.core.scheduler import Scheduler
+from engine.core.types import NO_LIMIT, BlockIdentity, Finish, RequestSpec, StepEvents, StepOutcome, StepPlan
+from engine.exec.executor import Clock, RequestState, TorchExecutor
+from engine.exec.runner import ModelRunner
+from engine.exec.sampler import SamplingParams
+from engine.exec.weights import LoadedModel, load_model
+from engine.models.config import DecoderConfig
+from engine.models.errors import OptionError
+from engine.models.llama import Decoder
+from kernels.cache import PagedKVCache
+
+__all__ = [
+    "DTYPES",
+    "Engine",
+    "EngineArgs",
+    "EngineRequest",
+    "ListSource",
+    "RequestSource",
+    "Served",
+    "default_dtype",
+    "default_threads",
+]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_DEFAULT_CACHE_BYTES = 1 << 30
+_MEMORY_SHARE = 0.4
+"""Of the machine's available memory, at most, for a KV cache whose size nobody named."""
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """Options of the engine; names are vLLM's where vLLM has them. None means: decided from the model and machine."""
+
+    model: str | Path | DecoderConfig = "smollm2"
+    load_format: str = "auto"
+    dtype: str = "auto"
+    device: str = "cpu"
+    seed: int = 0
+    threads: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    preset: str | None = None
+    """A preset's options, over which those named below stand where they are not None."""
+    long_prefill_token_threshold: int | None = None
+    watermark: float | None = None
+    scheduler_reserve_full_isl: bool | None = None
+    same_step: str | None = None
+    free_order: str | None = None
+    scheduling_policy: str | None = None
+    async_scheduling: bool = False
+    """Two steps in flight: the next step is scheduled while one runs."""
+    policies: tuple[Policy, ...] = field(default=())
+
+
+class EngineRequest(NamedTuple):
+    """A request as a source hands it to the engine."""
+
+    row: int
+    """The source's own number for it."""
+    prompt: Sequence[int]
+    params: SamplingParams
+    arrival: int = 0
+    """ns on the engine's clock."""
+    identity: BlockIdentity | None = None
+    """What its blocks hold; None: its tokens, as they are."""
+    priority: int = 0
+    deadline: int = NO_LIMIT
+    tenant: int = 0
+
+
+class RequestSource(Protocol):
+    """Where an engine's requests come from. All its methods are called by the thread that serves."""
+
+    def due(self, now: int) -> Iterable[EngineRequest | int]:
+        """What has come up to `now`: requests, and the row numbers of requests to abort."""
+        ...
+
+    def next_ns(self) -> int | None:
+        """When the next one is known to come; None: not known."""
+        ...
+
+    def is_open(self) -> bool:
+        """Whether more may come."""
+        ...
+
+    def accepted(self, row: int, request: int, state: RequestState) -> None: ...
+
+    def rejected(self, row: int, reason: str, now: int) -> None: ...
+
+    def finished(self, row: int, state: RequestState, finish: Finish, now: int) -> None:
+        """The request has ended; `finish.reason` is stop, length or abort."""
+        ...
+
+
+class ListSource:
+    """A fixed list of requests that are all there at once, and what became of each, by row."""
+
+    def __init__(self, requests: Iterable[EngineRequest]) -> None:
+        self._requests = list(requests)
+        self.finishes: dict[int, tuple[RequestState, Finish]] = {}
+        self.reasons: dict[int, str] = {}
+        """Why a request was rejected."""
+
+    def due(self, now: int) -> list[EngineRequest]:
+        due, self._requests = self._requests, []
+        return due
+
+    def next_ns(self) -> int | None:
+        return None
+
+    def is_open(self) -> bool:
+        return bool(self._requests)
+
+    def accepted(self, row: int, request: int, state: RequestState) -> None:
+        pass
+
+    def rejected(self, row: int, reason: str, now: int) -> None:
+        self.reasons[row] = reason
+
+    def finished(self, row: int, state: RequestState, finish: Finish, now: int) -> None:
+        self.finishes[row] = (state, finish)
+
+
+class Served(NamedTuple):
+    """The records of one call of `Engine.serve`."""
+
+    recorder: Recorder
+    scheduler: Scheduler
+    log: DecisionLog | None
+
+
+class _Inbox:
+    """The core's view of a source: makes specs of requests, and tells the executor of what was accepted."""
+
+    def __init__(
+        self, source: RequestSource, executor: TorchExecutor, recorder: Recorder, block_size: int, vocab_size: int
+    ) -> None:
+        self._source = source
+        self._executor = executor
+        self._recorder = recorder
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._waiting: dict[int, EngineRequest] = {}
+        self._request_of: dict[int, int] = {}
+        self.row_of: dict[int, int] = {}
+
+    def drain(self, now: int) -> Iterable[Add | Abort]:
+        for item in self._source.due(now):
+            if isinstance(item, int):
+                request = self._request_of.get(item)
+                if request is not None:
+                    yield Abort(request)
+                continue
+            spec = RequestSpec(
+                item.arrival,
+                len(item.prompt),
+                item.params.max_tokens,
+                item.identity or TokenIdentity(item.prompt, self._block_size),
+                item.priority,
+                item.deadline,
+                item.tenant,
+            )
+            reason = self._unknown_token(item)
+            if reason is not None:
+                self._recorder.rejected(item.row, spec, now, reason)
+                self._source.rejected(item.row, reason, now)
+                continue
+            self._waiting[item.row] = item
+            yield Add(spec, item.row)
+
+    def _unknown_token(self, item: EngineRequest) -> str | None:
+        """Why the model cannot take the request's token ids; None: it can."""
+        for what, tokens in (("prompt", item.prompt), ("forced output", item.params.forced_tokens or ())):
+            ids = np.asarray(tokens)
+            if ids.size and not (ids.min() >= 0 and ids.max() < self._vocab_size):
+                return f"its {what} has a token id outside of the model's 0 to {self._vocab_size - 1}"
+        return None
+
+    def accepted(self, row: int, request: int) -> None:
+        item = self._waiting.pop(row)
+        state = self._executor.add(request, item.prompt, item.params)
+        self.row_of[request] = row
+        self._request_of[row] = request
+        self._source.accepted(row, request, state)
+
+    def rejected(self, row: int, reason: str, now: int) -> None:
+        del self._waiting[row]
+        self._source.rejected(row, reason, now)
+
+    def next_ns(self) -> int | None:
+        return self._source.next_ns()
+
+    def is_open(self) -> bool:
+        return self._source.is_open()
+
+    def ended(self, finish: Finish, now: int) -> None:
+        state = self._executor.state(finish.request)
+        self._executor.forget(finish.request)
+        state.finish()
+        row = self.row_of.pop(finish.request)
+        del self._request_of[row]
+        self._source.finished(row, state, finish, now)
+
+
+class Engine:
+    """A model in memory with its KV pool. Each `serve` starts with an empty pool and a clock at 0."""
+
+    def __init__(self, args: EngineArgs, loaded: LoadedModel | None = None) -> None:
+        """Load the model and reserve the KV pool; `loaded` is used instead of loading `args.model` again.
+
+        Raises EngineError or ConfigError, each with one sentence.
+        """
+        if args.device != "cpu":
+            raise OptionError(f"device is {args.device!r}; this engine runs on 'cpu'")
+        self.num_threads = default_threads() if args.threads is None else args.threads
+        if self.num_threads < 1:
+            raise OptionError(f"threads is {self.num_threads}; it must be at least 1")
+        torch.set_num_threads(self.num_threads)
+        self.args = args
+        self.model = loaded or load_model(args.model, args.load_format, args.seed)
+        self.dtype = default_dtype(self.model) if args.dtype == "auto" else _dtype(args.dtype)
+        self.decoder = Decoder(self.model.config, self.model.weights, self.dtype)
+        # The decoder has its own copies in its own layout; the originals may go.
+        self.model = self.model._replace(weights={})
+        self.config = _scheduler_config(args, self.model.config, self.dtype)
+        config = self.model.config
+        self.cache = PagedKVCache(
+            config.num_layers,
+            self.config.num_blocks,
+            self.config.block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            self.dtype,
+        )
+        self.runner = ModelRunner(self.decoder, self.cache)
+        self.clock = Clock()
+        self._wake = threading.Event()
+        self.tokenizer = self.model.tokenizer
+
+    def serve(
+        self,
+        source: RequestSource,
+        *,
+        log_decisions: bool = False,
+        check: bool = False,
+        on_step: StepHook | None = None,
+    ) -> Served:
+        """Serve until the source is closed and every request has ended; in real time, from 0 on the engine's clock.
+
+        The records of an interrupted run (KeyboardInterrupt) are complete up to its last finished step: they hang on
+        `self.served`.
+        """
+        scheduler = Scheduler(self.config)
+        recorder = Recorder(scheduler)
+        log = DecisionLog(scheduler) if log_decisions else None
+        executor = self._executor()
+        inbox = _Inbox(source, executor, recorder, self.config.block_size, self.model.config.vocab_size)
+
+        def step_done(plan: StepPlan, outcome: StepOutcome, events: StepEvents) -> None:
+            for finish in events.finished:
+                inbox.ended(finish, outcome.end)
+            if on_step is not None:
+                on_step(plan, outcome, events)
+
+        self.served = Served(recorder, scheduler, log)
+        self.clock.restart()
+        self._wake.clear()
+        loop = drive(
+            scheduler,
+            executor,
+            inbox,
+            recorder,
+            self.clock(),
+            log=log,
+            on_step=step_done,
+            on_abort=lambda finish: inbox.ended(finish, self.clock()),
+            check=check,
+        )
+        try:
+            wait = next(loop)
+            while True:
+                if wait.idle:
+                    self._sleep(wait)
+                wait = loop.send(self.clock())
+        except StopIteration:
+            return self.served
+        finally:
+            loop.close()
+            executor.close()
+
+    def wake(self) -> None:
+        """Something has arrived at a source whose next arrival was not known; may be called from any thread."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Give the memory back. The engine cannot serve afterwards."""
+        del self.runner, self.cache, self.decoder
+
+    def _executor(self) -> TorchExecutor:
+        return TorchExecutor(
+            self.runner,
+            self.clock,
+            self.tokenizer,
+            self.model.config.eos_token_ids,
+            self.config.steps_in_flight,
+            self.args.seed,
+            self.num_threads,
+        )
+
+    def _sleep(self, wait: Wait) -> None:
+        timeout = None if wait.until is None else (wait.until - self.clock()) / 1e9
+        if timeout is None or timeout > 0:
+            self._wake.wait(timeout)
+        self._wake.clear()
+
+
+def default_threads() -> int:
+    """Two threads where there are two cores: beyond that the small matrices of a decode step gain little."""
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    if named.isdigit() and int(named) > 0:
+        return int(named)
+    return min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def default_dtype(model: LoadedModel) -> torch.dtype:
+    """bfloat16 where this CPU multiplies it in hardware, float32 elsewhere, and always for the tiny model."""
+    if model.name == "tiny":
+        return torch.float32
+    return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        probe = getattr(torch.cpu, name, None)
+        if probe is not None and probe():
+            return True
+    return False
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise OptionError(f"dtype is {name!r}; on a CPU it must be auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _scheduler_config(args: EngineArgs, model: DecoderConfig, dtype: torch.dtype) -> SchedulerConfig:
+    """The scheduler's options, with the pool's size and the longest request decided."""
+    if args.block_size < 1:
+        raise ConfigError(f"block_size is {args.block_size}; it must be at least 1")
+    if args.max_model_len is not None and not 2 <= args.max_model_len <= model.max_position:
+        raise OptionError(
+            f"max_model_len is {args.max_model_len}; it must lie between 2 and the model's own {model.max_position}"
+        )
+    longest = args.max_model_len or model.max_position
+    num_blocks = _num_blocks(args, model, dtype, longest)
+    options: dict[str, object] = dict(preset(args.preset)) if args.preset else {}
+    for name in (
+        "long_prefill_token_threshold",
+        "watermark",
+        "scheduler_reserve_full_isl",
+        "same_step",
+        "free_order",
+        "scheduling_policy",
+    ):
+        value = getattr(args, name)
+        if value is not None:
+            options[name] = value
+    options.update(
+        num_blocks=num_blocks,
+        max_model_len=longest,
+        block_size=args.block_size,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        enable_prefix_caching=args.enable_prefix_caching,
+        steps_in_flight=2 if args.async_scheduling else 1,
+        policies=args.policies,
+    )
+    return SchedulerConfig(**options)  # type: ignore[arg-type]
+
+
+def _num_blocks(args: EngineArgs, model: DecoderConfig, dtype: torch.dtype, longest: int) -> int:
+    """Blocks of the pool: as named; or what the named bytes hold; or a gigabyte's worth, less where less is enough."""
+    if args.num_gpu_blocks_override is not None:
+        if args.num_gpu_blocks_override < 1:
+            raise OptionError(f"num_gpu_blocks_override is {args.num_gpu_blocks_override}; it must be at least 1")
+        return args.num_gpu_blocks_override
+    block_bytes = model.kv_elements_per_token * args.block_size * dtype.itemsize
+    if args.kv_cache_memory_bytes is not None:
+        blocks = args.kv_cache_memory_bytes // block_bytes
+        if blocks < 1:
+            raise OptionError(
+                f"kv_cache_memory_bytes is {args.kv_cache_memory_bytes}; one block of {args.block_size} tokens "
+                f"takes {block_bytes} bytes"
+            )
+        return blocks
+    budget = min(_DEFAULT_CACHE_BYTES, int(_MEMORY_SHARE * _available_memory()))
+    enough = args.max_num_seqs * -(-longest // args.block_size)
+    return max(1, min(budget // block_bytes, enough))
+
+
+def _available_memory() -> int:
+    """Bytes that programs may still take on this machine; a cautious guess where it does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 << 30

@@ -1,0 +1,135 @@
+"""Text for a batch of prompts: the engine as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from engine.core.records import Recorder
+from engine.exec.engine import Engine, EngineArgs, EngineRequest, ListSource
+from engine.exec.executor import RequestState
+from engine.exec.sampler import Logprob, SamplingParams
+from engine.exec.tokenizer import ChatMessage
+from engine.exec.weights import LoadedModel
+from engine.models.errors import OptionError
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput"]
+
+
+class CompletionOutput(NamedTuple):
+    """One generated text."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    """One table a token, where the request asked for them."""
+    finish_reason: str | None
+    """`stop`, `length` or `abort`; None where the request was rejected."""
+    stop_reason: int | str | None
+    """The stop string or stop token id that ended it; None for an end-of-sequence token or the length."""
+
+
+class RequestOutput(NamedTuple):
+    """What became of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    """None where token ids were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    """One entry; none where the request was rejected."""
+    error: str | None = None
+    """Why the request was rejected."""
+
+
+class LLM:
+    """A model that answers prompts. Options are those of `EngineArgs`, by name."""
+
+    def __init__(self, model: Any = "smollm2", loaded: LoadedModel | None = None, **options: Any) -> None:
+        try:
+            args = EngineArgs(model=model, **options)
+        except TypeError as error:
+            raise OptionError(f"the engine does not know an option: {error}") from None
+        self.engine = Engine(args, loaded)
+        self.recorder: Recorder | None = None
+        """Of the last call of `generate`."""
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        check: bool = False,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of `prompts`: a text, a list of token ids, or a list of either.
+
+        A request that can never fit is rejected alone, with the reason in its `error`.
+        """
+        listed = _listed(prompts)
+        params = self._params(sampling_params, len(listed))
+        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        ids = [
+            self._encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in listed
+        ]
+        source = ListSource(
+            EngineRequest(row, prompt, param) for row, (prompt, param) in enumerate(zip(ids, params, strict=True))
+        )
+        self.recorder = self.engine.serve(source, check=check).recorder
+        return [self._output(row, texts[row], ids[row], source) for row in range(len(ids))]
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or several, through the model's chat template."""
+        if self.engine.tokenizer is None:
+            raise OptionError(f"the model {self.engine.model.name} has no tokenizer, so it cannot chat")
+        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([self.engine.tokenizer.chat(turns) for turns in conversations], sampling_params)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None:
+            given = SamplingParams()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise OptionError(f"there are {count} prompts and {len(given)} sampling_params; give one, or one a prompt")
+        return list(given)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.engine.tokenizer is None:
+            raise OptionError(f"the model {self.engine.model.name} has no tokenizer; give prompts as token ids")
+        return self.engine.tokenizer.encode(text)
+
+    def _output(self, row: int, text: str | None, prompt: list[int], source: ListSource) -> RequestOutput:
+        if row in source.reasons:
+            return RequestOutput(str(row), text, prompt, [], source.reasons[row])
+        state, finish = source.finishes[row]
+        return RequestOutput(str(row), text, prompt, [_completion(state, finish.reason)])
+
+
+def _completion(state: RequestState, reason: str) -> CompletionOutput:
+    return CompletionOutput(
+        0,
+        state.text,
+        state.output_tokens,
+        state.logprobs if state.params.logprobs is not None else None,
+        reason,
+        state.stop_reason,
+    )
+
+
+def _listed(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    return (
+        [listed]
+        if listed and not isinstance(listed[0], str | list | tuple) and not hasattr(listed[0], "__len__")
+        else listed
+    )
