@@ -140,22 +140,22 @@ def inter_token_gaps(tables: Tables) -> tuple[np.ndarray, np.ndarray]:
     not decode rows of their step; their gaps are recorded one by one.
     """
     steps = tables.steps
-    ends = np.asarray(steps["end_ns"], dtype=np.int64)
-    counts = np.asarray(steps["num_decodes"], dtype=np.int64)
-    lengths = np.asarray(steps["num_steps"], dtype=np.int64)
-    before = np.concatenate([[_first_start(steps)], ends[:-1]]) if len(ends) else ends
-    single = lengths == 1
-    values = [(ends - before)[single]]
-    weights = [counts[single]]
-    run_ends = steps["step_ends_ns"]
-    for index in np.flatnonzero(~single):
-        gaps = np.diff(np.asarray(run_ends[index], dtype=np.int64), prepend=before[index])
-        values.append(gaps)
-        weights.append(np.full(len(gaps), counts[index], dtype=np.int64))
+    ends = _step_ends(steps)
+    rows = np.repeat(np.asarray(steps["num_decodes"], dtype=np.int64), np.asarray(steps["num_steps"], dtype=np.int64))
+    gaps = np.diff(ends, prepend=_first_start(steps)) if len(ends) else ends
     extra = np.asarray(tables.gaps_ns, dtype=np.int64)
-    values.append(extra)
-    weights.append(np.ones(len(extra), dtype=np.int64))
-    return np.concatenate(values), np.concatenate(weights)
+    return np.concatenate([gaps, extra]), np.concatenate([rows, np.ones(len(extra), dtype=np.int64)])
+
+
+def _step_ends(steps: Columns) -> np.ndarray:
+    """int64: the end of every step in ns, those within runs included."""
+    lengths = np.asarray(steps["num_steps"], dtype=np.int64)
+    ends = np.repeat(np.asarray(steps["end_ns"], dtype=np.int64), lengths)
+    runs = np.flatnonzero(lengths > 1)
+    if len(runs):
+        inside = np.repeat(lengths > 1, lengths)
+        ends[inside] = np.concatenate([np.asarray(steps["step_ends_ns"][index], dtype=np.int64) for index in runs])
+    return ends
 
 
 def _first_start(steps: Columns) -> int:
@@ -188,11 +188,10 @@ def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
 
     taken = np.zeros(total, dtype=np.int64)  # slots of blocks taken since the run's first step
     cached = out["cached"].copy()
-    ends = out["end_ns"].copy()
+    ends = _step_ends(steps)
     size = tables.block_size
     for index in np.flatnonzero(lengths > 1):
         where = slice(int(first[index]), int(first[index] + lengths[index]))
-        ends[where] = np.asarray(steps["step_ends_ns"][index], dtype=np.int64)
         takes = np.asarray(steps["run_takes"][index], dtype=np.int64)
         later = np.arange(1, int(lengths[index]))
         taken[where] = np.concatenate([[0], np.cumsum(takes[later % size])]) * size

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.config import options
 from experiments.errors import ResultsError, UsageError
 from experiments.metrics import Tables
 
@@ -47,8 +48,8 @@ __all__ = [
     "write_text",
 ]
 
-_NOT_IN_MANIFEST = ("out",)
-"""Options that say where, not what: results do not depend on them."""
+_SECTIONS = ("model", "memory", "scheduler", "workload", "time", "slo")
+"""Of the options, those that results depend on."""
 
 _LISTS = {"step_ends_ns": np.int64, "run_takes": np.int32, "step_cached": np.int64}
 _TEXTS = ("outcome", "reason")
@@ -184,7 +185,8 @@ def versions(*names: str) -> dict[str, str]:
 
 def configuration(config: Config) -> dict[str, Any]:
     """The configuration as the manifest keeps it."""
-    return {name: value for name, value in asdict(config).items() if name not in _NOT_IN_MANIFEST}
+    known = options()
+    return {name: value for name, value in asdict(config).items() if known[name].section in _SECTIONS}
 
 
 def begin(out: str, manifest: Mapping[str, Any]) -> Path:

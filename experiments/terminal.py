@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,6 +37,14 @@ class Terminal:
     def warn(self, text: str) -> None:
         """Something that makes the result less than it seems."""
         self._errors.print(f"Note: {text}", markup=False, style="yellow")
+
+    def text(self, text: str, style: str = "") -> None:
+        """Somebody's words, as they are: no markup in them is followed."""
+        self._out.print(text, markup=False, style=style, soft_wrap=not self._out.is_terminal)
+
+    def status(self, text: str) -> AbstractContextManager[Any]:
+        """Says on standard error that something takes a while."""
+        return self._errors.status(text)
 
     def progress(self) -> Progress:
         """A progress display on standard error; plain text where that is no terminal."""

@@ -1,0 +1,188 @@
+"""`kvtwin run`: a trace played to the real engine in real time, and everything that happened.
+
+Prompts are the trace's synthetic token ids. A request generates exactly the trace's number of tokens: stop tokens are
+ignored, and where the trace gives its output an identity, the tokens are those that later prompts repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.core.identity import TokenIdentity
+from engine.core.types import NO_LIMIT, Finish
+from engine.exec.engine import Engine, EngineRequest, ListSource, Served
+from engine.exec.executor import RequestState
+from engine.exec.sampler import SamplingParams
+from experiments import results
+from experiments.config import Config
+from experiments.engine_options import engine_args
+from experiments.metrics import Tables, summarize
+from experiments.recording import write_recording
+from experiments.serving import slo_of
+from experiments.simulate import show_summary
+from experiments.workload import load_trace
+
+if TYPE_CHECKING:
+    from experiments.terminal import Terminal
+    from traces import Trace
+
+__all__ = ["TracePlayer", "execute", "run_trace", "warm_up"]
+
+WARM_UP_PROMPT, WARM_UP_TOKENS, WARM_UP_REQUESTS = 48, 6, 4
+
+
+class TracePlayer:
+    """Hands a trace's requests to the engine as they fall due (a `RequestSource` of the engine).
+
+    Prompts are made before the clock starts, so that making them takes nothing from the steps.
+    """
+
+    def __init__(self, trace: Trace, vocab_size: int, block_size: int, time_scale: float = 1.0, seed: int = 0) -> None:
+        import traces
+
+        self._source = trace.source(time_scale)
+        self._trace = trace
+        self._requests = [self._request(traces, row, vocab_size, block_size, seed) for row in range(len(trace))]
+        self.outputs: dict[int, list[int]] = {}
+        """Tokens that each row generated."""
+        self.num_finished = 0
+        self.on_finish: Any = None
+        """Called without arguments whenever a request has ended."""
+
+    def _request(self, traces: Any, row: int, vocab_size: int, block_size: int, seed: int) -> EngineRequest:
+        trace = self._trace
+        prompt = traces.token_ids(trace, row, vocab_size, seed=seed).tolist()
+        forced = None
+        if trace.output_id(row) is not None:
+            forced = tuple(traces.output_token_ids(trace, row, vocab_size, seed=seed).tolist())
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=int(trace.output_tokens[row]),
+            ignore_eos=True,
+            detokenize=False,
+            forced_tokens=forced,
+        )
+        tenant = int(trace.tenant[row])
+        salt = tenant.to_bytes(8, "little", signed=True) if tenant else b""
+        return EngineRequest(
+            row,
+            prompt,
+            params,
+            identity=TokenIdentity(prompt, block_size, salt=salt),
+            priority=int(trace.priority[row]),
+            tenant=tenant,
+        )
+
+    def due(self, now: int) -> Iterable[EngineRequest | int]:
+        # A rejected request may release another that is due at once.
+        while found := self._source.due(now):
+            for row, arrival in found:
+                deadline = int(self._trace.deadline[row])
+                yield self._requests[row]._replace(
+                    arrival=arrival, deadline=arrival + deadline if deadline else NO_LIMIT
+                )
+
+    def next_ns(self) -> int | None:
+        return self._source.next_ns()
+
+    def is_open(self) -> bool:
+        return self._source.remaining > 0
+
+    def accepted(self, row: int, request: int, state: RequestState) -> None:
+        pass
+
+    def rejected(self, row: int, reason: str, now: int) -> None:
+        self._ended(row, now)
+
+    def finished(self, row: int, state: RequestState, finish: Finish, now: int) -> None:
+        self.outputs[row] = state.output_tokens
+        self._ended(row, now)
+
+    def _ended(self, row: int, now: int) -> None:
+        self.num_finished += 1
+        self._source.finished(row, now)
+        if self.on_finish is not None:
+            self.on_finish()
+
+    def prompt(self, row: int) -> list[int]:
+        return list(self._requests[row].prompt)
+
+
+def warm_up(engine: Engine) -> None:
+    """A few steps that nobody measures: the first ones after loading are slower than all others."""
+    longest = engine.config.max_model_len
+    prompt = min(WARM_UP_PROMPT, max(1, longest // 2), max(1, engine.config.num_blocks * engine.config.block_size // 4))
+    count = max(1, min(WARM_UP_TOKENS, longest - prompt))
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+    vocab = engine.model.config.vocab_size
+    prompts = [rng.integers(0, vocab, prompt).tolist() for _ in range(WARM_UP_REQUESTS)]
+    engine.serve(ListSource(EngineRequest(row, tokens, params) for row, tokens in enumerate(prompts)))
+
+
+def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
+    """`kvtwin run`: the results folder --out; returns summary.json."""
+    trace = load_trace(config)
+    options = engine_args(config)
+    with terminal.status(f"Loading {config.model}"):
+        engine = Engine(options)
+    try:
+        return run_trace(engine, config, trace, terminal)
+    finally:
+        engine.close()
+
+
+def run_trace(engine: Engine, config: Config, trace: Trace, terminal: Terminal) -> dict[str, Any]:
+    """Serves the trace and writes the results folder `config.out`, also of an interrupted run; returns the summary."""
+    assert config.out is not None  # required by the command line
+    wall, cpu = time.perf_counter(), time.process_time()
+    manifest = {
+        "kind": "real",
+        "configuration": results.configuration(config),
+        "versions": results.versions("torch"),
+        "seed": config.seed,
+        "trace": trace.name,
+        "trace_digest": trace.digest(),
+        "num_requests": len(trace),
+        "kv_blocks": engine.config.num_blocks,
+        "max_model_len": engine.config.max_model_len,
+        "engine": {
+            "model": engine.model.name,
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "threads": engine.num_threads,
+        },
+    }
+    folder = results.begin(config.out, manifest)
+    player = TracePlayer(
+        trace, engine.model.config.vocab_size, engine.config.block_size, config.time_scale, config.seed
+    )
+    warm_up(engine)
+    complete = True
+    with terminal.progress() as progress:
+        task = progress.add_task("Requests served", total=len(trace))
+        player.on_finish = lambda: progress.advance(task)
+        try:
+            served = engine.serve(player, log_decisions=True)
+        except KeyboardInterrupt:
+            served, complete = engine.served, False
+            terminal.interrupted = True
+    tables = _tables(served, engine)
+    summary = summarize(tables, engine.config.num_blocks, slo_of(config))
+    write_recording(folder, served, player)
+    timing = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+    results.finish(folder, manifest, tables, summary, timing, complete)
+    show_summary(summary, terminal, "Real" if complete else "Real, interrupted")
+    terminal.note(f"Written to {folder} in {timing['wall_s']:.1f} s.")
+    return summary
+
+
+def _tables(served: Served, engine: Engine) -> Tables:
+    recorder = served.recorder
+    return Tables(
+        recorder.requests(), recorder.steps(), recorder.gaps(), engine.config.steps_in_flight, engine.config.block_size
+    )
