@@ -6,4 +6,4 @@ __all__ = ["TraceError"]
 
 
 class TraceError(ValueError):
-    """A trace, a trace file or a generator's description that cannot be used: one sentence with the place and the fix."""
+    """A trace, a file or a description that cannot be used: one sentence with the place and the fix."""

@@ -76,7 +76,7 @@ class TraceFile:
 
     def whole(self, line: int, row: dict[str, Any], key: str, least: int) -> int:
         """row[key] as an integer of at least `least`; a whole float is taken too."""
-        value = row.get(key)
+        value: Any = row.get(key)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not is_integer(value) or not least <= value <= INT64_MAX:

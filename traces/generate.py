@@ -160,7 +160,7 @@ def _recorded(section: Section, n: int) -> np.ndarray:
 
 
 def _sessions(top: Section, n: int, rng: dict[str, np.random.Generator]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(session, turn within it, pause before it in ns), each int64[n]; the last session is cut where n rows are full."""
+    """(session, turn within it, pause before it in ns), each int64[n]; the last session ends with the rows."""
     if not top.has("sessions"):
         return np.arange(n), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
     section = top.section("sessions")

@@ -190,7 +190,7 @@ def _bounds(section: Section, least: float, whole: bool) -> tuple[float, float]:
 
 
 def empirical_values(path: Path, column: str, least: float, whole: bool) -> tuple[npt.NDArray[np.float64], bool]:
-    """The numbers of a file: a column of a trace in any format we read (True), or a text of one number a line (False)."""
+    """The numbers of a file: a column of a trace (True), or a text of one number a line (False)."""
     file = TraceFile(path)
     first = (file.head(1) or [""])[0].strip()
     if not _is_number(first):

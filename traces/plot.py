@@ -23,12 +23,10 @@ _WINDOWS_S = (1, 10, 60, 600, 3600, 21600)
 
 def draw(trace: Trace, path: Path) -> None:
     """Four panels into a PNG (or what else the name's ending says)."""
-    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot, which keeps state and may want a screen
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, ((top_left, top_right), (low_left, low_right)) = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    (top_left, top_right), (low_left, low_right) = figure.subplots(2, 2)
     figure.suptitle(f"{trace.name}: {len(trace):,} requests", fontsize=13)
     _draw_lengths(top_left, trace)
     _draw_arrivals(top_right, trace)
@@ -44,8 +42,6 @@ def draw(trace: Trace, path: Path) -> None:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
         raise TraceError(f"{path}: cannot be written ({error})") from None
-    finally:
-        plt.close(figure)
 
 
 def _draw_lengths(axes: Axes, trace: Trace) -> None:
@@ -56,7 +52,8 @@ def _draw_lengths(axes: Axes, trace: Trace) -> None:
     ):
         name = f"{label} (mean {tokens.mean():,.0f}, median {np.median(tokens):,.0f})"
         axes.step(np.sort(tokens), share, where="post", color=color, label=name)
-    axes.set(xscale="log", ylim=(0, 1.02), title="Lengths", xlabel="tokens", ylabel="share of requests up to")
+    axes.set(xscale="log", ylim=(0, 1.25), yticks=np.linspace(0, 1, 6))  # room for the legend above the curves
+    axes.set(title="Lengths", xlabel="tokens", ylabel="share of requests up to")
     axes.legend(loc="upper left", fontsize=9)
 
 
@@ -73,7 +70,7 @@ def _draw_arrivals(axes: Axes, trace: Trace) -> None:
         axes.axhline(mean, color=_ORANGE, linewidth=1.2, label=f"mean {mean:,.3g}/s")
         axes.legend(loc="upper right", fontsize=9)
     title = f"Arrivals, windows of {window} s"
-    axes.set(title=title, xlabel="time (s)", ylabel="requests per second", xlim=(0, None), ylim=(0, None))
+    axes.set(title=title, xlabel="time (s)", ylabel="requests per second", xlim=(0, None), ylim=(0, 1.15 * rate.max()))
 
 
 def _draw_gaps(axes: Axes, trace: Trace) -> None:
@@ -81,16 +78,17 @@ def _draw_gaps(axes: Axes, trace: Trace) -> None:
     if not len(gaps) or gaps[-1] == 0 or trace.concurrency is not None:
         _say(axes, "Gaps between arrivals", "no gaps: requests come when others finish, or all at once")
         return
-    share = np.arange(1, len(gaps) + 1) / len(gaps)
+    mean, cv = gaps.mean(), gaps.std() / gaps.mean()
+    longer = 1 - np.arange(len(gaps)) / len(gaps)
     positive = gaps > 0
-    cv = gaps.std() / gaps.mean()
-    axes.step(
-        gaps[positive], 1 - share[positive] + 1 / len(gaps), where="pre", color=_BLUE, label=f"trace (CV {cv:.2f})"
-    )
-    grid = np.geomspace(gaps[positive][0], gaps[-1], 200)
-    poisson = np.exp(-grid / gaps.mean())
-    axes.plot(grid, poisson, color=_GREY, linestyle="--", label="Poisson of the same rate (CV 1)")
-    axes.set(xscale="log", yscale="log", ylim=(0.5 / len(gaps), 1.5), title="Gaps between arrivals")
+    label = f"trace (CV {cv:.2f}" + (f", {1 - positive.mean():.0%} are 0)" if not positive.all() else ")")
+    # The few gaps far below the others would take up most of a logarithmic axis.
+    left = max(min(np.quantile(gaps[positive], 0.02), mean / 30), mean / 1e4)
+    axes.step(np.append(left, gaps[positive]), np.append(positive.mean(), longer[positive]), color=_BLUE, label=label)
+    grid = np.geomspace(left, gaps[-1], 300)
+    axes.plot(grid, np.exp(-grid / mean), color=_GREY, linestyle="--", label="Poisson of the same rate (CV 1)")
+    axes.set(xscale="log", yscale="log", xlim=(left, gaps[-1] * 1.5), ylim=(0.5 / len(gaps), 1.5))
+    axes.set_title("Gaps between arrivals")
     axes.set(xlabel="gap (s)", ylabel="share of gaps at least as long")
     axes.legend(loc="lower left", fontsize=9)
 

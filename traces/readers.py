@@ -147,8 +147,8 @@ def _first_wrong_time(file: TraceFile, numbers: list[int], times: list[str]) -> 
     return TraceError(f"{file.path}: has timestamps that cannot be read together")
 
 
-# Mooncake: one JSON object a line; timestamps in ms; each hash id stands for 512 tokens and names the whole prefix up to
-# its end; the last may be partial.
+# Mooncake: one JSON object a line; timestamps in ms; each hash id stands for 512 tokens and names the whole prefix up
+# to its end; the last may be partial.
 
 _MOONCAKE_KEYS = {"timestamp", "input_length", "output_length", "hash_ids"}
 
@@ -159,7 +159,7 @@ def _is_mooncake(file: TraceFile) -> bool:
         row = json.loads(first)
     except (json.JSONDecodeError, RecursionError):
         return '"hash_ids"' in first and '"chat_id"' not in first
-    # A key too few or too many is a mistake in a Mooncake file, which the reader names; more of them are another format.
+    # A key too few or too many is a mistake in a Mooncake file, which the reader names; more are another format.
     return isinstance(row, dict) and len(_MOONCAKE_KEYS - set(row)) <= 1 and len(set(row) - _MOONCAKE_KEYS) <= 1
 
 

@@ -1,8 +1,9 @@
 """A trace: requests as columns.
 
-A row is one request. Rows are sorted by arrival, ties in the order of the source. Prompts have no tokens here but spans:
-a span is (id, number of tokens), its id names the whole prefix of the prompt up to the span's end, so two rows share
-exactly as much of their prompts as their leading spans have equal ids. A row without spans has a prompt of its own.
+A row is one request. Rows are sorted by arrival, ties in the order of the source. Prompts have no tokens here but
+spans: a span is (id, number of tokens), its id names the whole prefix of the prompt up to the span's end, so two rows
+share exactly as much of their prompts as their leading spans have equal ids (and the shorter length, where one id has
+two). A row without spans has a prompt of its own.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def make_trace(
     unknown = set(columns) - set(ROW_DEFAULTS)
     if unknown:
         raise TraceError(f"unknown column {sorted(unknown)[0]!r}; a trace has {', '.join(_TYPES)}")
-    rows: dict[str, np.ndarray] = {
+    rows: dict[str, Any] = {
         "arrival_ns": arrival - (arrival.min() if n else 0),
         "prompt_tokens": np.asarray(prompt_tokens),
         "output_tokens": np.asarray(output_tokens),
@@ -194,7 +195,8 @@ def make_trace(
     for column, default in ROW_DEFAULTS.items():
         given = columns.get(column)
         rows[column] = np.full(n, default, dtype=np.int64) if given is None else np.asarray(given)
-    offsets, ids, tokens = (np.asarray(part) for part in spans or (np.zeros(n + 1, dtype=np.int64), [], []))
+    given_spans: tuple[npt.ArrayLike, ...] = spans or (np.zeros(n + 1, dtype=np.int64), [], [])
+    offsets, ids, tokens = (np.asarray(part, dtype=np.int64) for part in given_spans)
 
     if n and (np.diff(arrival) < 0).any():
         order = np.argsort(arrival, kind="stable")
@@ -210,7 +212,7 @@ def make_trace(
         **rows,
         span_offsets=offsets,
         span_ids=ids,
-        span_tokens=tokens,
+        span_tokens=tokens,  # type: ignore[arg-type] # Trace checks that they fit, and narrows them
         name=name,
         concurrency=concurrency,
         span_block=span_block,
@@ -228,7 +230,7 @@ def offsets_of(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
 def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> npt.NDArray[np.int64]:
     """[starts[0], ... starts[0] + counts[0] - 1, starts[1], ...]."""
     offsets = offsets_of(counts)
-    return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
+    return np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], counts)
 
 
 def leading(offsets: np.ndarray, flags: np.ndarray) -> npt.NDArray[np.int64]:
@@ -244,7 +246,8 @@ def leading_sum(offsets: np.ndarray, flags: np.ndarray, weights: Sequence[int] |
     """int64[n]: the weights of each group's leading entries, as `leading` counts them, added up."""
     total = offsets_of(np.asarray(weights))
     start = offsets[:-1]
-    return total[start + leading(offsets, flags)] - total[start]
+    result: npt.NDArray[np.int64] = total[start + leading(offsets, flags)] - total[start]
+    return result
 
 
 def prefix_conflict(offsets: np.ndarray, ids: np.ndarray) -> tuple[int, int, int] | None:

@@ -162,7 +162,7 @@ def _lru_share(ids: _Ids, capacity: int) -> float | None:
 
 
 def plot_stats(trace: Trace, path: str | Path) -> None:
-    """Draws the trace as a PNG: lengths, arrivals over time, gaps, and reuse (or block waste, without shared prompts)."""
+    """Draws the trace as a PNG: lengths, arrivals, gaps, and reuse (block waste, where no prompts are shared)."""
     from traces.plot import draw
 
     draw(trace, Path(path))

@@ -1,8 +1,8 @@
 """Token ids for prompts of which a trace gives only lengths and identities.
 
 A token is a counter-based hash of (seed, span id, offset), so equal spans have equal tokens, in any order, on any
-machine, without a table. Different spans differ as random tokens do: two of them begin alike with a chance of one in the
-size of the vocabulary.
+machine, without a table. Different spans differ as random tokens do: two of them begin alike with a chance of one in
+the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _hash_tokens(ids: np.ndarray, offsets: np.ndarray, vocab_size: int, seed: in
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The output function of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64-bit words that scatters them."""
+    """The output function of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64-bit words."""
     z = x + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

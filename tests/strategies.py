@@ -1,0 +1,137 @@
+"""Every hypothesis strategy of the suite.
+
+What makes such tests find things: unit step costs, so that ties happen; tiny blocks and pools; an alphabet of two
+letters, so that prefixes collide; follow-up prompts built from earlier outputs; aborts everywhere.
+"""
+
+from __future__ import annotations
+
+from core_kit import Case, Job, full_prompt
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from engine.core import SchedulerConfig
+
+__all__ = ["cases", "fast_cases", "generator_specs"]
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: int = 8) -> Case:
+    """A program for the shadow executor: everything collides, memory is short, and each request fits alone."""
+    size = draw(st.sampled_from([1, 2, 2, 3, 4]))
+    num_blocks = draw(st.integers(2, 16))
+    seqs = draw(st.integers(1, 6))
+    capacity = num_blocks * size
+    lookahead = draw(st.sampled_from([0, 0, 0, 1, 3]))
+    if capacity <= lookahead + 2:
+        lookahead = 0
+    config = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=size,
+        max_model_len=draw(st.sampled_from([capacity, capacity, max(2, capacity // 2), 1000])),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=draw(st.integers(seqs, 12)),
+        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 2, 3])),
+        num_lookahead_tokens=lookahead,
+        scheduler_reserve_full_isl=draw(st.sampled_from([True, True, False])),
+        same_step=draw(st.sampled_from(["share", "share", "off", "defer"])),
+        free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
+        scheduling_policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
+        steps_in_flight=draw(st.sampled_from([1, 2])),
+    )
+    limit = min(capacity - lookahead, config.max_model_len)
+    jobs: list[Job] = []
+    roots = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=2))
+    at = 0
+    for _ in range(draw(st.integers(min_jobs, max_jobs))):
+        at += draw(st.sampled_from([0, 0, 0, 1, 2, 5]))
+        tail = draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
+        follows = draw(st.sampled_from([None, *range(len(jobs))])) if jobs and draw(st.booleans()) else None
+        start = draw(st.sampled_from([[], *roots])) if follows is None else []
+        cap = draw(st.integers(1, 9))
+        job = Job(
+            at,
+            tuple(start + tail),
+            draw(st.integers(1, cap)),
+            cap,
+            follows=follows,
+            abort_at=draw(st.integers(at, at + 9)) if aborts and draw(st.integers(0, 5)) == 0 else None,
+            abort_in_flight=draw(st.booleans()),
+            salt=draw(st.sampled_from([b"", b"", b"t"])),
+            private=draw(st.sampled_from([False, False, False, True])),
+            priority=draw(st.integers(0, 2)),
+        )
+        if follows is not None and jobs[follows].private:
+            job = Job(at, job.prompt, job.out, cap)
+        length = len(full_prompt((*jobs, job), len(jobs)))
+        if length + 1 > limit:
+            continue
+        if length + cap > limit:
+            cap = limit - length
+            job = Job(
+                at, job.prompt, min(job.out, cap), cap, job.follows, job.abort_at, job.abort_in_flight, job.salt,
+                job.private, job.priority,
+            )  # fmt: skip
+        jobs.append(job)
+    if not jobs:
+        jobs.append(Job(0, (0,), 1, 1))
+    return Case(config, tuple(jobs))
+
+
+@st.composite
+def fast_cases(draw: st.DrawFn) -> Case:
+    """A program for fast-forward: longer outputs and rare arrivals, so that there is something to skip."""
+    size = draw(st.sampled_from([1, 2, 3, 4, 4, 16]))
+    num_blocks = draw(st.integers(4, 24))
+    seqs = draw(st.integers(1, 5))
+    capacity = num_blocks * size
+    model_len = draw(st.sampled_from([capacity, capacity, max(4, capacity // 2)]))
+    lookahead = draw(st.sampled_from([0, 0, 0, 0, 1, 3])) if capacity > 6 else 0
+    config = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=size,
+        max_model_len=model_len,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=draw(st.integers(seqs, 30)),
+        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 2])),
+        num_lookahead_tokens=lookahead,
+        same_step=draw(st.sampled_from(["share", "share", "off", "defer"])),
+        free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
+        scheduling_policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
+        steps_in_flight=draw(st.sampled_from([1, 2])),
+    )
+    limit = min(capacity - lookahead, model_len)
+    jobs: list[Job] = []
+    at = 0
+    for _ in range(draw(st.integers(1, 6))):
+        at += draw(st.sampled_from([0, 0, 1, 3, 10, 25]))
+        prompt = tuple(draw(st.lists(st.integers(0, 1), min_size=1, max_size=6)))
+        followable = [i for i, job in enumerate(jobs) if not job.private]
+        follows = draw(st.sampled_from(followable)) if followable and draw(st.booleans()) else None
+        job = Job(
+            draw(st.sampled_from([0, 2])) if follows is not None else at,
+            prompt,
+            1,
+            1,
+            follows=follows,
+            abort_at=draw(st.sampled_from([None, None, None, None, 4, 11])),
+            private=follows is None and draw(st.booleans()),
+            priority=draw(st.integers(0, 2)),
+        )
+        most = limit - len(full_prompt((*jobs, job), len(jobs)))
+        if most < 1:
+            continue
+        out = draw(st.integers(1, min(most, 40)))
+        cap = draw(st.sampled_from([out, out, min(most, out + 7), most]))
+        if cap == most and limit == model_len:
+            cap = draw(st.sampled_from([most, most + 9]))  # the model's length ends it, not max_tokens
+        jobs.append(replace(job, out=out, cap=cap))
+    if not jobs:
+        jobs.append(Job(0, (0,), 1, 1))
+    cost = draw(st.sampled_from([(1, 0, 0), (1, 0, 0), (3, 1, 0), (5, 2, 1)]))
+    return Case(config, tuple(jobs), step_cost=cost)
