@@ -1,0 +1,226 @@
+"""Serve a trace in the simulator.
+
+result = simulate(trace, SchedulerConfig(num_blocks=2587, max_model_len=8192), step_time)
+result.requests(), result.steps()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import simpy
+
+from engine.core.drive import Abort, Add
+from engine.core.identity import SpanIdentity
+from engine.core.presets import SchedulerConfig
+from engine.core.records import DecisionLog, Recorder
+from engine.core.scheduler import Scheduler
+from engine.core.types import NO_LIMIT, Finish, RequestSpec, StepPlan
+from sim.calibration import Hull
+from sim.errors import SimError, StalledError
+from sim.executor import SimExecutor
+from sim.replica import Replica
+from sim.steptime import StepTime
+from traces import NO_ID, Trace, TraceSource
+
+__all__ = ["SimResult", "TraceInbox", "share_outside_hull", "simulate", "spec_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class SimResult:
+    """A simulation that has run to its end."""
+
+    recorder: Recorder
+    scheduler: Scheduler
+    step_time: StepTime
+    end_ns: int
+    """Simulated time at which nothing was left."""
+
+    def requests(self) -> dict[str, Any]:
+        """One row a request: name of a column -> its values."""
+        return self.recorder.requests()
+
+    def steps(self) -> dict[str, Any]:
+        """One row a step or run of equal decode steps."""
+        return self.recorder.steps()
+
+    def gaps(self) -> np.ndarray:
+        """ns between tokens that were not sampled in consecutive steps: int64[gaps]."""
+        return self.recorder.gaps()
+
+
+class _Specs:
+    """Makes the core's request of a row of a trace; columns as plain Python numbers, for speed."""
+
+    def __init__(self, trace: Trace, config: SchedulerConfig, max_tokens: int | None) -> None:
+        if max_tokens is not None and max_tokens < 1:
+            raise SimError(f"max_tokens must be 1 or more, not {max_tokens}.")
+        self._trace = trace
+        self._block_size = config.block_size
+        self._caching = config.enable_prefix_caching
+        self._prompt = trace.prompt_tokens.tolist()
+        self.output: list[int] = trace.output_tokens.tolist()
+        self._max_tokens = max_tokens
+        self._shared = trace.shared_prompt_tokens().tolist() if self._caching else []
+        self._output_id = trace.output_ids.tolist()
+        self._priority = trace.priority.tolist()
+        self._deadline = trace.deadline.tolist()
+        self._tenant = trace.tenant.tolist()
+
+    def make(self, row: int, arrival: int) -> RequestSpec:
+        identity = None
+        if self._caching:
+            name, shared = self._output_id[row], self._shared[row]
+            # A prompt of which nobody else has even a block needs no identity.
+            if name != NO_ID or shared >= self._block_size:
+                identity = SpanIdentity(
+                    self._trace.spans(row),
+                    self._block_size,
+                    output_id=None if name == NO_ID else name,
+                    salt=self._tenant[row],
+                    shared_tokens=shared,
+                )
+        deadline = self._deadline[row]
+        return RequestSpec(
+            arrival,
+            self._prompt[row],
+            self._max_tokens or self.output[row],
+            identity,
+            self._priority[row],
+            arrival + deadline if deadline else NO_LIMIT,
+            self._tenant[row],
+        )
+
+
+def spec_of(
+    trace: Trace, row: int, arrival: int, config: SchedulerConfig, max_tokens: int | None = None
+) -> RequestSpec:
+    """The core's request of one row of a trace, which arrives at `arrival` ns."""
+    return _Specs(trace, config, max_tokens).make(row, arrival)
+
+
+class TraceInbox:
+    """Hands a trace's requests to a replica (an `Inbox` of the core), and its outcomes back to the trace."""
+
+    def __init__(
+        self, trace: Trace, source: TraceSource, config: SchedulerConfig, stops: dict[int, int], max_tokens: int | None
+    ) -> None:
+        self._source = source
+        self._specs = _Specs(trace, config, max_tokens)
+        self._stops = stops
+        self._max_tokens = max_tokens
+        self._rows: dict[int, int] = {}
+
+    def drain(self, now: int) -> Iterable[Add | Abort]:
+        arrival = self._source.next_ns()
+        if arrival is None or arrival > now:
+            return ()
+        return self._due(now)
+
+    def _due(self, now: int) -> Iterable[Add]:
+        # A rejected row may release another that is due at once.
+        while due := self._source.due(now):
+            for row, arrival in due:
+                yield Add(self._specs.make(row, arrival), row)
+
+    def accepted(self, row: int, request: int) -> None:
+        self._rows[request] = row
+        if self._max_tokens is not None and self._specs.output[row] < self._max_tokens:
+            self._stops[request] = self._specs.output[row]
+
+    def rejected(self, row: int, reason: str, now: int) -> None:
+        self._source.finished(row, now)
+
+    def finished(self, finish: Finish, now: int) -> None:
+        """A request has ended: its row's successors may come."""
+        self._source.finished(self._rows.pop(finish.request), now)
+
+    def next_ns(self) -> int | None:
+        return self._source.next_ns()
+
+    def is_open(self) -> bool:
+        return self._source.remaining > 0
+
+
+def simulate(
+    trace: Trace,
+    config: SchedulerConfig,
+    step_time: StepTime,
+    *,
+    max_tokens: int | None = None,
+    time_scale: float = 1.0,
+    fast_forward: bool = True,
+    log: bool = False,
+    observe: Callable[[StepPlan], None] | None = None,
+    check: bool = False,
+) -> SimResult:
+    """Serve a whole trace on one replica, in simulated time.
+
+    A request generates the trace's number of tokens. With `max_tokens` it may generate that many, and stops by itself
+    at the trace's number if that is smaller; the scheduler only knows max_tokens. `fast_forward` changes the speed and
+    nothing else. With `log`, every decision is kept (in `recorder`'s table of steps nothing changes); `observe` sees
+    each plan when it is submitted, and needs fast_forward to be off to see all. `check` walks all state at each step.
+
+    Raises:
+        SimError: an argument is out of range.
+        StalledError: requests are left and nothing will ever happen; a bug of ours.
+    """
+    env = simpy.Environment(initial_time=0)
+    scheduler = Scheduler(config)
+    recorder = Recorder(scheduler)
+    executor = SimExecutor(step_time.with_overlap(config.steps_in_flight), observe=observe)
+    source = TraceSource(trace, time_scale)
+    inbox = TraceInbox(trace, source, config, executor.stops, max_tokens)
+    decisions = DecisionLog(scheduler) if log else None
+    replica = Replica(
+        env,
+        scheduler,
+        executor,
+        inbox,
+        recorder,
+        finished=inbox.finished,
+        fast_forward=fast_forward,
+        log=decisions,
+        check=check,
+    )
+    env.run()
+    if replica.process.is_alive:
+        raise StalledError(
+            f"The simulation stands still at {env.now} ns with {scheduler.num_waiting} requests waiting, "
+            f"{scheduler.num_running} running and {source.remaining} to come."
+        )
+    return SimResult(recorder, scheduler, step_time, int(env.now))
+
+
+def share_outside_hull(result: SimResult, hull: Hull) -> float:
+    """The share of simulated step time, 0 to 1, in batches beyond what the calibration has measured.
+
+    From the tables. Where a request's context outgrew the longest measured one is placed by assuming that its tokens
+    came evenly.
+    """
+    steps, requests = result.steps(), result.requests()
+    count = np.asarray(steps["num_steps"])
+    if not count.sum():
+        return 0.0
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    decodes = np.repeat(steps["num_decodes"], count)
+    context = np.repeat(steps["decode_context_tokens"], count) + within * decodes
+    tokens = decodes + np.repeat(steps["prefill_tokens"], count)
+    rows = decodes + np.repeat(steps["num_prefills"], count)
+    ends = result.recorder.step_ends()
+    starts = np.maximum(np.concatenate([[0], ends[:-1]]), np.where(within == 0, np.repeat(steps["start_ns"], count), 0))
+    outside = hull.outside(tokens, context, rows)
+    limit = hull.max_context[1]
+    prompt, output = np.asarray(requests["prompt_tokens"]), np.asarray(requests["output_tokens"])
+    long = np.flatnonzero((prompt + output > limit) & (np.asarray(requests["first_token_ns"]) >= 0))
+    for i in long.tolist():
+        first, last = int(requests["first_token_ns"][i]), int(requests["finish_ns"][i])
+        share = min(1.0, max(0.0, (limit - int(prompt[i])) / max(1, int(output[i]))))
+        begin = first + share * (last - first) if prompt[i] <= limit else int(requests["admitted_ns"][i])
+        lo, hi = np.searchsorted(ends, [begin, last], side="right")
+        outside[lo : max(hi, lo + 1)] = True
+    durations = ends - starts
+    return float(durations[outside].sum() / durations.sum())
