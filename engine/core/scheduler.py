@@ -675,7 +675,8 @@ class Scheduler:
         surely meet no stop. Policies add a limit in time: `stable_until`.
         """
         flight = self._flight
-        if not flight or not all(entry.plan.steady for entry in flight):
+        # With nobody left in the cohort (the last ones stopped while the newest plan was in flight) nothing repeats.
+        if not flight or not self._cohort.num or not all(entry.plan.steady for entry in flight):
             return 0, "steady"
         oldest = flight[0].plan.seq
         turns, term = finish_bound, "finish"
@@ -786,7 +787,7 @@ class Scheduler:
             self._sched_tokens == sum(r.base + self._seq if r.in_cohort else r.sched for r in running),
             "planned tokens are miscounted",
         )
-        chunks = [r for r in running if not r.in_cohort and not r.draining]
+        chunks = [r for r in self._running if not r.in_cohort and not r.draining]
         demand(chunks == self._chunks, "prefills are not all listed in order")
         demand(len(self._running) <= self.config.max_num_seqs, "more requests run than max_num_seqs")
         usage = self.usage()
