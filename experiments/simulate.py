@@ -17,7 +17,7 @@ from experiments import results
 from experiments.config import Config
 from experiments.errors import UsageError
 from experiments.metrics import Tables, summarize
-from experiments.serving import KvBlocks, kv_blocks_of_device, scheduler_config, slo_of
+from experiments.serving import scheduler_config, slo_of
 from experiments.workload import load_trace
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     trace = load_trace(config)
     spec = model_spec(config.model)
     basis = step_time_of(config, spec)
-    blocks = kv_blocks(config, spec)
-    options = scheduler_config(config, blocks.number, spec.max_position)
+    num_blocks, assumption = kv_blocks(config, spec)
+    options = scheduler_config(config, num_blocks, spec.max_position)
     manifest = {
         "kind": "simulated",
         "configuration": results.configuration(config),
@@ -74,13 +74,13 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
         "trace": trace.name,
         "trace_digest": trace.digest(),
         "num_requests": len(trace),
-        "kv_blocks": blocks.number,
+        "kv_blocks": num_blocks,
         "max_model_len": options.max_model_len,
         "step_time": basis.label,
     }
     assert config.out is not None  # required by the command line
     folder = results.begin(config.out, manifest)
-    prediction = simulate_trace(config, trace, options, basis, blocks)
+    prediction = simulate_trace(config, trace, options, basis, assumption)
     results.write_json(folder / "prediction.json", prediction.about)
     timing = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     results.finish(folder, manifest, prediction.tables, prediction.summary, timing)
@@ -125,25 +125,38 @@ def step_time_of(config: Config, spec: ModelSpec) -> Basis:
     raise UsageError("`kvtwin simulate` needs --calibration FILE (a measured machine) or --hardware NAME (a roofline).")
 
 
-def kv_blocks(config: Config, spec: ModelSpec) -> KvBlocks:
-    """As named, or what the device's memory holds.
+def kv_blocks(config: Config, spec: ModelSpec) -> tuple[int, str]:
+    """(how many KV blocks, what was assumed to get there): as named, or what the device's memory holds.
 
     Raises:
         UsageError: neither the number nor a device is given.
+        SimError: there is no room for any.
     """
     if config.num_gpu_blocks_override is not None:
-        return KvBlocks(config.num_gpu_blocks_override, "")
-    if config.hardware is not None:
-        from sim.hardware import load_device
+        return config.num_gpu_blocks_override, ""
+    if config.hardware is None:
+        raise UsageError(
+            "A calibration does not say how much memory there is: give --num-gpu-blocks-override or --hardware."
+        )
+    from sim.hardware import load_device
+    from sim.memory import kv_blocks as kv_budget
 
-        return kv_blocks_of_device(config, spec, load_device(config.hardware))
-    raise UsageError(
-        "A calibration does not say how much memory there is: give --num-gpu-blocks-override or --hardware."
+    budget = kv_budget(
+        spec,
+        load_device(config.hardware),
+        config.gpu_memory_utilization,
+        config.tensor_parallel_size,
+        config.block_size,
+        None if config.dtype == "auto" else config.dtype,
+        None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
     )
+    return budget.num_blocks, budget.text()
 
 
 def simulate_trace(
-    config: Config, trace: Trace, options: SchedulerConfig, basis: Basis, blocks: KvBlocks
+    config: Config, trace: Trace, options: SchedulerConfig, basis: Basis, assumption: str = ""
 ) -> Prediction:
     """The simulation and, with a calibration, its repetitions."""
     from sim.simulate import share_outside_hull
@@ -154,7 +167,7 @@ def simulate_trace(
     about: dict[str, Any] = {
         "basis": "calibration" if basis.calibration else "roofline",
         "label": basis.label,
-        "assumptions": [*basis.assumptions, *([blocks.assumption] if blocks.assumption else [])],
+        "assumptions": [*basis.assumptions, *([assumption] if assumption else [])],
         "band": None,
         "bands": None,
         "elasticity": None,
