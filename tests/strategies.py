@@ -6,14 +6,14 @@ letters, so that prefixes collide; follow-up prompts built from earlier outputs;
 
 from __future__ import annotations
 
-from core_kit import Case, Job, full_prompt
 from dataclasses import replace
 
+from core_kit import Case, Job, full_prompt
 from hypothesis import strategies as st
 
 from engine.core import SchedulerConfig
 
-__all__ = ["cases", "fast_cases", "generator_specs"]
+__all__ = ["cases", "fast_cases"]
 
 
 @st.composite

@@ -239,7 +239,8 @@ def leading(offsets: np.ndarray, flags: np.ndarray) -> npt.NDArray[np.int64]:
     misses = np.flatnonzero(~np.asarray(flags, dtype=bool))
     at = np.searchsorted(misses, offsets[:-1])
     first = np.append(misses, len(flags))[at]
-    return np.minimum(first - offsets[:-1], counts).astype(np.int64)
+    result: npt.NDArray[np.int64] = np.minimum(first - offsets[:-1], counts)
+    return result
 
 
 def leading_sum(offsets: np.ndarray, flags: np.ndarray, weights: Sequence[int] | np.ndarray) -> npt.NDArray[np.int64]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from strategies import generator_specs
+from trace_strategies import generator_specs
 
 import traces
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from strategies import generator_specs
+from trace_strategies import generator_specs
 
 import traces
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given
-from strategies import generator_specs
+from trace_strategies import generator_specs
 
 import traces
 from traces.schema import leading, leading_sum, make_trace, offsets_of, ragged_ranges

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import generator_specs
+from trace_strategies import generator_specs
 
 import traces
 from traces.tokens import output_token_ids, token_ids
