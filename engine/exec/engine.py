@@ -283,7 +283,7 @@ class Engine:
         scheduler = Scheduler(self.config)
         recorder = Recorder(scheduler)
         log = DecisionLog(scheduler) if log_decisions else None
-        executor = self._executor()
+        executor = self.make_executor()
         inbox = _Inbox(source, executor, recorder, self.config.block_size, self.model.config.vocab_size)
 
         def step_done(plan: StepPlan, outcome: StepOutcome, events: StepEvents) -> None:
@@ -326,7 +326,8 @@ class Engine:
         """Give the memory back. The engine cannot serve afterwards."""
         del self.runner, self.cache, self.decoder
 
-    def _executor(self) -> TorchExecutor:
+    def make_executor(self) -> TorchExecutor:
+        """An executor of this engine's model and pool, knowing no request yet; to be closed by the caller."""
         return TorchExecutor(
             self.runner,
             self.clock,

@@ -173,8 +173,12 @@ class TorchExecutor:
         if params.detokenize and self._tokenizer is not None:
             detokenizer = Detokenizer(self._tokenizer, params.stop_strings, params.include_stop_str_in_output)
         state = RequestState(prompt, params, key, self._eos, detokenizer)
-        self._states[request] = state
+        self.adopt(request, state)
         return state
+
+    def adopt(self, request: int, state: RequestState) -> None:
+        """Take in a request whose state somebody else has made (the profiler)."""
+        self._states[request] = state
 
     def state(self, request: int) -> RequestState:
         return self._states[request]
