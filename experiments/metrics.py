@@ -39,7 +39,7 @@ PERCENTILES = (50, 90, 95, 99)
 USAGE = ("held", "tail", "reserved_may", "reserved_cannot", "external", "transfer", "cached", "free")
 """Columns of the steps table that sum to the pool, in slots."""
 
-_RUN_COLUMNS = ("num_steps", "step_ends_ns", "run_takes", "step_cached")
+_RUN_COLUMNS = ("num_steps", "step_ends_ns", "run_takes", "step_cached", "step_finished")
 
 Columns = Mapping[str, Any]
 """Column name to array; a list column is a sequence of arrays."""
@@ -167,8 +167,8 @@ def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
 
     Within a run nothing changes but time, contexts and usage: every decode row writes one token a step, step j takes
     `run_takes[j modulo block size]` blocks (step 0 is the run's own row), and `step_cached` lists the reusable free
-    slots where they change. A step is decided when the step `steps_in_flight` before it has ended. Who finished within
-    a run is counted at its last step.
+    slots where they change; `step_finished` names the step of each finish. A step is decided when the step
+    `steps_in_flight` before it has ended.
     """
     steps = tables.steps
     lengths = np.asarray(steps["num_steps"], dtype=np.int64)
@@ -181,22 +181,26 @@ def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
     out["step"] = out["step"] + offset
     rows = out["num_decodes"].astype(np.int64)
     out["decode_context_tokens"] = out["decode_context_tokens"] + offset * rows
-    last = offset == np.repeat(lengths, lengths) - 1
-    out["finished"] = np.where(last, out["finished"], 0)
     for name in ("admitted", "preempted"):
         out[name] = np.where(offset == 0, out[name], 0)
 
     taken = np.zeros(total, dtype=np.int64)  # slots of blocks taken since the run's first step
     cached = out["cached"].copy()
     ends = _step_ends(steps)
+    finished = out["finished"]
     size = tables.block_size
     for index in np.flatnonzero(lengths > 1):
         where = slice(int(first[index]), int(first[index] + lengths[index]))
         takes = np.asarray(steps["run_takes"][index], dtype=np.int64)
         later = np.arange(1, int(lengths[index]))
+        finished[where] = np.bincount(
+            np.asarray(steps["step_finished"][index], dtype=np.int64), minlength=len(later) + 1
+        )
         taken[where] = np.concatenate([[0], np.cumsum(takes[later % size])]) * size
         if len(steps["step_cached"][index]):
             cached[where] = np.asarray(steps["step_cached"][index], dtype=np.int64)
+        within = np.asarray(steps["step_finished"][index], dtype=np.int64)
+        out["finished"][where] = np.bincount(within, minlength=int(lengths[index]))
     out["end_ns"] = ends
     lag = tables.steps_in_flight
     starts = np.concatenate([np.full(min(lag, total), _first_start(steps) if total else 0), ends[:-lag]])[:total]

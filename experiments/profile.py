@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 
 from sim.steptime import StepTime
 from sim.sweep import Limits, SweepBatch, pick_trace_like

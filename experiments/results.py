@@ -51,7 +51,7 @@ __all__ = [
 _SECTIONS = ("model", "memory", "scheduler", "workload", "time", "slo")
 """Of the options, those that results depend on."""
 
-_LISTS = {"step_ends_ns": np.int64, "run_takes": np.int32, "step_cached": np.int64}
+_LISTS = {"step_ends_ns": np.int64, "run_takes": np.int32, "step_cached": np.int64, "step_finished": np.int32}
 _TEXTS = ("outcome", "reason")
 
 

@@ -59,7 +59,7 @@ def request_tables(draw: st.DrawFn) -> dict[str, Any]:
 def step_tables(draw: st.DrawFn, block_size: int = 4) -> dict[str, Any]:
     """Steps and runs that follow each other without idle time."""
     now, seq = draw(times), 1
-    lists = ("step_ends_ns", "run_takes", "step_cached")
+    lists = ("step_ends_ns", "run_takes", "step_finished", "step_cached")
     columns: dict[str, list[Any]] = {n: [] for n in ("step", "num_steps", "start_ns", "end_ns", "num_decodes", *lists)}
     columns |= {n: [] for n in ("decode_context_tokens", "admitted", "preempted", "finished", *metrics.USAGE)}
     for _ in range(draw(st.integers(1, 6))):
@@ -77,8 +77,11 @@ def step_tables(draw: st.DrawFn, block_size: int = 4) -> dict[str, Any]:
         columns["step_ends_ns"].append(ends if run else [])
         columns["run_takes"].append(takes if run else [])
         columns["step_cached"].append([columns_cached * block_size for columns_cached in cached] if run else [])
-        for name in ("admitted", "preempted", "finished"):
+        for name in ("admitted", "preempted"):
             columns[name].append(draw(st.integers(0, 2)))
+        finished = draw(st.lists(st.integers(0, length - 1), max_size=3))
+        columns["finished"].append(len(finished))
+        columns["step_finished"].append(finished if run else [])
         for name in metrics.USAGE:
             columns[name].append(draw(st.integers(0, 50)) * block_size)
         if run and cached:
@@ -182,6 +185,8 @@ def test_expansion_equals_stepping_through_each_run(steps: dict[str, Any], in_fl
             ends.append(end)
             assert found["end_ns"][row] == end
             assert found["step"][row] == steps["step"][i] + j
+            ended = steps["step_finished"][i].count(j) if steps["num_steps"][i] > 1 else steps["finished"][i]
+            assert found["finished"][row] == ended
             assert found["decode_context_tokens"][row] == steps["decode_context_tokens"][i] + j * decodes
             assert {name: int(found[name][row]) for name in metrics.USAGE} == usage
             assert sum(usage.values()) == pool
