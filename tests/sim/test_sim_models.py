@@ -214,3 +214,15 @@ def test_specs_refuse_impossible_shapes() -> None:
         ModelSpec("x", 0, 64, 128, 4, 2, 16, 320, 2048)
     with pytest.raises(ModelError, match="visit 1 to 4"):
         ModelSpec("x", 2, 64, 128, 4, 2, 16, 320, 2048, experts=4, experts_per_token=5)
+
+
+def test_tiny_is_the_model_that_the_engine_runs() -> None:
+    """The preset `tiny` has the shape of the engine's random model."""
+    pytest.importorskip("torch", reason="the engine's model needs torch")
+    from engine.exec.tiny import TINY
+
+    spec = preset("tiny")
+    assert (spec.layers, spec.hidden, spec.intermediate) == (TINY.num_layers, TINY.hidden_size, TINY.intermediate_size)
+    assert (spec.heads, spec.kv_heads, spec.head_dim) == (TINY.num_heads, TINY.num_kv_heads, TINY.head_dim)
+    assert (spec.vocab, spec.max_position) == (TINY.vocab_size, TINY.max_position)
+    assert spec.tied == TINY.tie_word_embeddings
