@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core_kit import Case, Job, full_prompt
+from core_kit import Case, Job, PulseAdmission, full_prompt
 from hypothesis import strategies as st
 
 from engine.core import SchedulerConfig
@@ -84,12 +84,12 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
 @st.composite
 def fast_cases(draw: st.DrawFn) -> Case:
     """A program for fast-forward: longer outputs and rare arrivals, so that there is something to skip."""
-    size = draw(st.sampled_from([1, 2, 3, 4, 4, 16]))
-    num_blocks = draw(st.integers(4, 24))
+    size = draw(st.sampled_from([1, 2, 3, 4, 4, 8]))
+    num_blocks = draw(st.integers(6, 40))
     seqs = draw(st.integers(1, 5))
     capacity = num_blocks * size
-    model_len = draw(st.sampled_from([capacity, capacity, max(4, capacity // 2)]))
-    lookahead = draw(st.sampled_from([0, 0, 0, 0, 1, 3])) if capacity > 6 else 0
+    model_len = draw(st.sampled_from([capacity, max(4, capacity // 2), max(4, capacity // 3)]))
+    lookahead = draw(st.sampled_from([*[0] * 12, 1, 3])) if capacity > 6 else 0
     config = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=size,
@@ -104,12 +104,13 @@ def fast_cases(draw: st.DrawFn) -> Case:
         free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
         scheduling_policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
         steps_in_flight=draw(st.sampled_from([1, 2])),
+        policies=draw(st.sampled_from([(), (), (), (), (PulseAdmission(),)])),
     )
     limit = min(capacity - lookahead, model_len)
     jobs: list[Job] = []
     at = 0
     for _ in range(draw(st.integers(1, 6))):
-        at += draw(st.sampled_from([0, 0, 1, 3, 10, 25]))
+        at += draw(st.sampled_from([0, 0, 5, 20, 50]))
         prompt = tuple(draw(st.lists(st.integers(0, 1), min_size=1, max_size=6)))
         followable = [i for i, job in enumerate(jobs) if not job.private]
         follows = draw(st.sampled_from(followable)) if followable and draw(st.booleans()) else None
@@ -126,10 +127,11 @@ def fast_cases(draw: st.DrawFn) -> Case:
         most = limit - len(full_prompt((*jobs, job), len(jobs)))
         if most < 1:
             continue
-        out = draw(st.integers(1, min(most, 40)))
+        longest = min(most, 60)
+        out = max(draw(st.integers(1, longest)), draw(st.integers(1, longest)))
         cap = draw(st.sampled_from([out, out, min(most, out + 7), most]))
-        if cap == most and limit == model_len:
-            cap = draw(st.sampled_from([most, most + 9]))  # the model's length ends it, not max_tokens
+        if limit == model_len and draw(st.booleans()):
+            out, cap = most, most + 9  # the model's length ends it, not max_tokens
         jobs.append(replace(job, out=out, cap=cap))
     if not jobs:
         jobs.append(Job(0, (0,), 1, 1))

@@ -1,14 +1,14 @@
 """The decisions: where every KV block goes, and what runs in the next step. Standard library and numpy only.
 
-    types, errors      what crosses the border
-    identity           what makes two blocks the same
-    pool, index        blocks by reference; blocks by content
-    manager            block tables of requests
-    policies, presets  what may be chosen, and the engines that the choices stand for
-    cohort, waiting    the running decodes as one object; the queue
-    scheduler          one step at a time, or many at once
-    records            what happened, in columns
-    drive              the loop that joins scheduler and executor
+types, errors      what crosses the border
+identity           what makes two blocks the same
+pool, index        blocks by reference; blocks by content
+manager            block tables of requests
+policies, presets  what may be chosen, and the engines that the choices stand for
+cohort, waiting    the running decodes as one object; the queue
+scheduler          one step at a time, or many at once
+records            what happened, in columns
+drive              the loop that joins scheduler and executor
 """
 
 from engine.core.errors import ConfigError, CoreError, InvalidRequest, InvariantError, NoFreeBlocks, PolicyError

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, cast
 from engine.core.errors import InvalidRequest
 from engine.core.records import DecisionLog, Recorder
 from engine.core.scheduler import Scheduler
-from engine.core.types import NO_LIMIT, Executor, FastExecutor, Finish, RequestSpec, StepEvents, StepOutcome, StepPlan
+from engine.core.types import Executor, FastExecutor, Finish, RequestSpec, StepEvents, StepOutcome, StepPlan
 
 __all__ = ["Abort", "Add", "Inbox", "Wait", "drive"]
 
@@ -114,9 +114,7 @@ def drive(
             turns = scheduler.horizon(fast.finish_bound())[0]
             if turns > 0:
                 ends = fast.preview(turns + 1)
-                limit = scheduler.stable_until(now)
-                if limit < NO_LIMIT:
-                    ends = ends[: bisect_right(ends, limit) + 1]
+                ends = up_to(ends, scheduler.stable_until(now))
                 now = yield Wait(ends[-1], ends)
                 turns = bisect_left(ends, now)
                 if turns > 0:
@@ -137,6 +135,11 @@ def drive(
             on_step(plan, outcome, events)
         if check:
             scheduler.check()
+
+
+def up_to(ends: Sequence[int], limit: int) -> Sequence[int]:
+    """The ends of the steps after which a decision is made by `limit`, and of the one step that follows them."""
+    return ends if limit >= ends[-1] else ends[: bisect_right(ends, limit) + 1]
 
 
 def _take_in(

@@ -1,11 +1,11 @@
 """Every exception of the core.
 
-    CoreError
-    ├── InvalidRequest     the caller's request can never be served; only that request is refused
-    ├── ConfigError        an option is out of range, or two options contradict each other
-    ├── PolicyError        a user's policy could not be loaded, or raised
-    └── InvariantError     a broken promise of ours: the run stops and carries the state that broke it
-        └── NoFreeBlocks   somebody took blocks without asking `need` first
+CoreError
+├── InvalidRequest     the caller's request can never be served; only that request is refused
+├── ConfigError        an option is out of range, or two options contradict each other
+├── PolicyError        a user's policy could not be loaded, or raised
+└── InvariantError     a broken promise of ours: the run stops and carries the state that broke it
+    └── NoFreeBlocks   somebody took blocks without asking `need` first
 """
 
 __all__ = ["ConfigError", "CoreError", "InvalidRequest", "InvariantError", "NoFreeBlocks", "PolicyError"]

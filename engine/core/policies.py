@@ -73,8 +73,11 @@ class Order(Policy):
 class Admission(Policy):
     """Whether the first waiting request may start now, beyond there being room for it."""
 
-    def admits(self, request: RequestView, need_blocks: int, free_blocks: int, num_running: int) -> bool:
-        """`need_blocks`: free blocks that its whole prompt takes. False keeps it, and all behind it, waiting."""
+    def admits(self, request: RequestView, need_blocks: int, free_blocks: int, num_running: int, now: int) -> bool:
+        """`need_blocks`: free blocks that its whole prompt takes. False keeps it, and all behind it, waiting.
+
+        Not asked while nothing runs: then the first that fits starts, so that no policy can stall the queue.
+        """
         raise NotImplementedError
 
 
@@ -112,7 +115,7 @@ class WholePrompt(Admission):
     def stable_until(self, now: int) -> int:
         return NO_LIMIT
 
-    def admits(self, request: RequestView, need_blocks: int, free_blocks: int, num_running: int) -> bool:
+    def admits(self, request: RequestView, need_blocks: int, free_blocks: int, num_running: int, now: int) -> bool:
         return True
 
 
@@ -161,7 +164,8 @@ def load_policy(where: str) -> Policy:
         if issubclass(found, kind) and getattr(found, method) is getattr(kind, method):
             raise PolicyError(f"policy {where!r}: {name} must define {method}()")
     try:
-        policy: Policy = found()
+        policy = found()
     except Exception as error:
         raise PolicyError(f"policy {where!r}: {name}() fails: {type(error).__name__}: {error}") from error
+    assert isinstance(policy, Policy)  # it is an instance of a subclass
     return policy

@@ -211,7 +211,9 @@ class BlockPool:
         if len(order) != len(set(order)):
             raise InvariantError("a free block is listed twice", str(order))
         if set(order) != free or len(order) != self.num_free:
-            raise InvariantError(f"free blocks are miscounted: {self.num_free} counted, {len(order)} listed", str(order))
+            raise InvariantError(
+                f"free blocks are miscounted: {self.num_free} counted, {len(order)} listed", str(order)
+            )
         kept = sum(1 for block in order if self._kept[block])
         if kept != self.num_kept_free:
             raise InvariantError(f"kept free blocks are miscounted: {self.num_kept_free} counted, {kept} listed")

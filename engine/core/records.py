@@ -15,7 +15,7 @@ import numpy as np
 from engine.core.scheduler import Scheduler
 from engine.core.types import Finish, PlanItem, RequestSpec, StepEvents, StepOutcome, StepPlan, Usage
 
-__all__ = ["DecisionLog", "Recorder", "REQUEST_COLUMNS", "STEP_COLUMNS"]
+__all__ = ["REQUEST_COLUMNS", "STEP_COLUMNS", "DecisionLog", "Recorder"]
 
 REQUEST_COLUMNS = (
     "request",
@@ -86,7 +86,7 @@ class Recorder:
         self._gaps = array("q")
         self._lost = 0
 
-    # ---- requests -------------------------------------------------------------------------------------------------
+    # ---- requests ----
 
     def added(self, id: int, row: int, spec: RequestSpec, now: int) -> None:
         self._place[id] = len(self._outcome)
@@ -109,7 +109,7 @@ class Recorder:
         self._columns["num_preemptions"][place] = finish.num_preemptions
         self._outcome[place] = _OUTCOMES[finish.reason]
 
-    # ---- steps ------------------------------------------------------------------------------------------------------
+    # ---- steps ----
 
     def planned(self, plan: StepPlan) -> None:
         """A plan was made; to be called before the next is."""
@@ -164,7 +164,8 @@ class Recorder:
     def advancing(self, turns: int) -> tuple[Usage, list[int], int, int]:
         """To be called before `Scheduler.advance`; the answer goes to `advanced`."""
         scheduler = self._scheduler
-        return scheduler.usage(), scheduler.num_blocks_taken(min(turns, self._block_size)), scheduler.num_waiting, scheduler.num_running
+        takes = scheduler.num_blocks_taken(min(turns, self._block_size))
+        return scheduler.usage(), takes, scheduler.num_waiting, scheduler.num_running
 
     def advanced(
         self, before: tuple[Usage, list[int], int, int], ends: Sequence[int], plans: Sequence[StepPlan]
@@ -211,7 +212,7 @@ class Recorder:
                 self._run_cached[place] = [k * size for k in kept]
         self._ends.extend(ends)
 
-    # ---- out ----------------------------------------------------------------------------------------------------------
+    # ---- out ----
 
     def requests(self) -> dict[str, Any]:
         """The table of requests, in the order in which they came: name -> array (or list of text)."""
@@ -225,8 +226,9 @@ class Recorder:
 
         `step_ends_ns` lists the end of each step of a run. `run_takes[j]` is the number of blocks that the steps j,
         j + block_size, ... of a run take each, and `step_cached` the cached slots at each step where they change;
-        with them, every step's usage follows from the run's first: held + rows, tail + takes x block_size - rows,
-        and so on. All three are empty for single steps.
+        `step_finished` names the steps of a run, counted from 0, in which a request finished, once for each; with
+        them, every step's usage follows from the run's first: held + rows, tail + takes x block_size - rows,
+        and so on. All are empty for single steps.
         """
         flat = np.array(self._steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS))
         ends = np.array(self._ends, dtype=np.int64)
@@ -237,14 +239,20 @@ class Recorder:
         table["num_steps"] = num
         table["end_ns"] = ends[first + num - 1] if len(first) else first
         finished = np.zeros(len(first), dtype=np.int64)
+        within: dict[int, list[int]] = {}
         pairs = np.array(self._finished, dtype=np.int64).reshape(-1, 2)
         if len(pairs):
-            np.add.at(finished, np.searchsorted(first, pairs[:, 0] - 1, side="right") - 1, pairs[:, 1])
+            places = np.searchsorted(first, pairs[:, 0] - 1, side="right") - 1
+            np.add.at(finished, places, pairs[:, 1])
+            for place, (seq, count) in zip(places.tolist(), pairs.tolist(), strict=True):
+                if num[place] > 1:
+                    within.setdefault(place, []).extend([seq - 1 - int(first[place])] * count)
         table["finished"] = finished
         rows = range(len(first))
         table["step_ends_ns"] = [ends[first[i] : first[i] + num[i]] if num[i] > 1 else ends[:0] for i in rows]
         empty: list[int] = []
         table["run_takes"] = [self._run_takes.get(i, empty) for i in rows]
+        table["step_finished"] = [within.get(i, empty) for i in rows]
         table["step_cached"] = [self._run_cached.get(i, empty)[: num[i]] for i in rows]
         return table
 

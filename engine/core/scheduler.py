@@ -16,9 +16,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
+from functools import partial
 from typing import TypeVar
 
+from engine.core import checks
 from engine.core.cohort import DecodeCohort, by_key
 from engine.core.errors import CoreError, InvalidRequest, InvariantError, PolicyError
 from engine.core.manager import BlockManager
@@ -110,14 +111,20 @@ class Scheduler:
         """Plans that were in flight when the newest plan was made."""
         self._share = config.same_step == "share"
         self._defer = config.same_step == "defer"
-        chosen = {type_: policy for policy in config.policies for type_ in (Order, Admission, Victim) if isinstance(policy, type_)}
-        self._order: Policy = chosen.get(Order) or ORDERS[config.scheduling_policy]()
-        self._admission: Policy = chosen.get(Admission) or WholePrompt()
-        self._victim: Policy = chosen.get(Victim) or LastIn()
+        self._order: Order = ORDERS[config.scheduling_policy]()
+        self._admission: Admission = WholePrompt()
+        self._victim: Victim = LastIn()
+        for policy in config.policies:
+            if isinstance(policy, Order):
+                self._order = policy
+            if isinstance(policy, Admission):
+                self._admission = policy
+            if isinstance(policy, Victim):
+                self._victim = policy
         self._plain_admission = type(self._admission) is WholePrompt
         self._plain_victim = type(self._victim) is LastIn
 
-    # ---- requests -------------------------------------------------------------------------------------------------
+    # ---- requests ----
 
     def add(self, spec: RequestSpec, now: int) -> int:
         """Put a request into the queue; returns its id.
@@ -147,9 +154,20 @@ class Scheduler:
         shared = 0 if identity is None else identity.shared_tokens // config.block_size
         id = self._next_id
         view = RequestView(
-            id, spec.arrival, spec.num_prompt_tokens, spec.max_tokens, spec.priority, spec.deadline, spec.tenant, 0, 0, 0, 0
+            id,
+            spec.arrival,
+            spec.num_prompt_tokens,
+            spec.max_tokens,
+            spec.priority,
+            spec.deadline,
+            spec.tenant,
+            num_output_tokens=0,
+            num_computed_tokens=0,
+            num_blocks=0,
+            num_preemptions=0,
         )
-        key = self._ask(self._order, lambda: (*self._order.key(view), spec.arrival, id))  # type: ignore[attr-defined]
+        order = self._order
+        key = self._ask(order, lambda: (*order.key(view), spec.arrival, id))
         request = Request(id, spec, cap, shared, key)
         self._next_id += 1
         self._requests[id] = request
@@ -157,7 +175,7 @@ class Scheduler:
         return id
 
     def abort(self, id: int) -> Finish | None:
-        """Forget a request, wherever it is. Tokens that are being sampled for it are dropped. None: it was not there."""
+        """Forget a request, wherever it is; tokens being sampled for it are dropped. None: it was not there."""
         request = self._requests.get(id)
         return None if request is None else self._end(request, "abort")
 
@@ -182,7 +200,7 @@ class Scheduler:
         """Number of the newest plan."""
         return self._seq
 
-    # ---- what others may read ---------------------------------------------------------------------------------------
+    # ---- what others may read
 
     def table(self, id: int) -> Sequence[BlockId]:
         """The block table of a running request."""
@@ -259,7 +277,7 @@ class Scheduler:
             shared=self._sched_tokens - held,
         )
 
-    # ---- a step -------------------------------------------------------------------------------------------------------
+    # ---- a step ----
 
     def schedule(self, now: int) -> StepPlan:
         """Decide the next step. A plan without rows means that nothing can run now; it is not in flight."""
@@ -282,9 +300,7 @@ class Scheduler:
             return StepPlan(0, now, (), CohortRows(self, 0, 0, 0), (), tuple(r.id for r in preempted), (), False)
         return self._commit_plan(seq, now, num_decodes, items, admitted, preempted, blocked)
 
-    def _place_running(
-        self, seq: int, budget: int, items: list[PlanItem], preempted: list[Request]
-    ) -> None:
+    def _place_running(self, seq: int, budget: int, items: list[PlanItem], preempted: list[Request]) -> None:
         """Running requests get their tokens and blocks, in order; the last ones lose theirs if blocks run out."""
         cohort = self._cohort
         crossing = cohort.crossing(seq)
@@ -344,11 +360,12 @@ class Scheduler:
             return self._running[-1]
         candidates = self._running[bisect_left(self._running, request.key, key=by_key) :]
         views = [self.view_of(candidate) for candidate in candidates]
-        chosen = self._ask(self._victim, lambda: self._victim.choose(views))  # type: ignore[attr-defined]
+        policy = self._victim
+        chosen = self._ask(policy, lambda: policy.choose(views))
         for candidate in candidates:
             if candidate.id == chosen:
                 return candidate
-        raise PolicyError(f"policy {self._victim.name} chose {chosen!r} as victim, which is not one of the candidates")
+        raise PolicyError(f"policy {policy.name} chose {chosen!r} as victim, which is not one of the candidates")
 
     def _plan_item(self, request: Request, num: int, seq: int, items: list[PlanItem]) -> None:
         """`request` computes its next `num` tokens in plan `seq`, as a row of its own."""
@@ -384,7 +401,7 @@ class Scheduler:
             spare = config.watermark_blocks if self._running else 0
             if need + spare > manager.pool.num_free:
                 return True
-            if not self._plain_admission and not self._admits(request, need):
+            if self._running and not self._plain_admission and not self._admits(request, need, now):
                 return True
             manager.allocate(request, hits, tokens)
             self._waiting.pop()
@@ -399,11 +416,12 @@ class Scheduler:
             budget -= num
         return budget <= 0
 
-    def _admits(self, request: Request, need: int) -> bool:
+    def _admits(self, request: Request, need: int, now: int) -> bool:
         view = self.view_of(request)
         free = self.manager.pool.num_free
         running = len(self._running)
-        return bool(self._ask(self._admission, lambda: self._admission.admits(view, need, free, running)))  # type: ignore[attr-defined]
+        policy = self._admission
+        return bool(self._ask(policy, lambda: policy.admits(view, need, free, running, now)))
 
     def _commit_plan(
         self,
@@ -432,7 +450,7 @@ class Scheduler:
             tuple(admitted),
             tuple(request.id for request in preempted),
             (),
-            not items and not preempted and self._stays_blocked(blocked),
+            not items and not preempted and not self.config.num_lookahead_tokens and self._stays_blocked(blocked),
         )
         flight = _InFlight(plan)
         if self._defer:
@@ -492,7 +510,7 @@ class Scheduler:
                 self._leave_cohort(request)
                 self._insert_chunk(request)
 
-    # ---- leaving, ending ------------------------------------------------------------------------------------------------
+    # ---- leaving, ending
 
     def _leave_cohort(self, request: Request) -> None:
         """The request goes on outside the cohort; it still gets the tokens that plans in flight sample for it."""
@@ -582,7 +600,7 @@ class Scheduler:
         except Exception as error:
             raise PolicyError(f"policy {policy.name} failed: {type(error).__name__}: {error}") from error
 
-    # ---- same-step sharing ----------------------------------------------------------------------------------------------
+    # ---- same-step sharing
 
     def _publish_fills(self, upto: int) -> None:
         """Members that filled a block in a plan up to `upto` publish it."""
@@ -603,7 +621,7 @@ class Scheduler:
         limit = min((request.known - 1) // self.config.block_size, request.shared_blocks)
         return num_hits < limit and request.block_key(num_hits) in self._writing
 
-    # ---- the end of a step ----------------------------------------------------------------------------------------------
+    # ---- the end of a step
 
     def complete(self, plan: StepPlan, outcome: StepOutcome) -> StepEvents:
         """The oldest plan in flight has run.
@@ -666,7 +684,19 @@ class Scheduler:
         if request.known - request.num_prompt >= request.cap:
             ends[request.id] = (request, "length")
 
-    # ---- many steps at once ---------------------------------------------------------------------------------------------
+    def digest(self) -> str:
+        """A fingerprint of everything that decides what happens next (see checks.py)."""
+        return checks.digest(self)
+
+    def check(self) -> None:
+        """Every promise about requests and blocks, by walking all of them (see checks.py).
+
+        Raises:
+            InvariantError: with the state that breaks it.
+        """
+        checks.check(self)
+
+    # ---- many steps at once
 
     def horizon(self, finish_bound: int) -> Horizon:
         """For how many completions from now on nothing is to be decided, and what ends that.
@@ -698,8 +728,10 @@ class Scheduler:
 
     def stable_until(self, now: int) -> int:
         """The time in ns up to which all policies promise to answer as they did."""
-        policies = (self._order, self._admission, self._victim)
-        return min(self._ask(policy, lambda p=policy: p.stable_until(now)) for policy in policies)  # type: ignore[misc]
+        limit = NO_LIMIT
+        for policy in (self._order, self._admission, self._victim):
+            limit = min(limit, self._ask(policy, partial(policy.stable_until, now)))
+        return limit
 
     def advance(self, ends: Sequence[int]) -> list[StepPlan]:
         """So many completions at once, at these times in ns, each followed by the next plan of the same cohort.
@@ -714,7 +746,6 @@ class Scheduler:
         first = self._seq + 1
         last = self._seq + turns
         kept_free: list[int] = []
-        simple = not self.config.num_lookahead_tokens
         for seq in range(first, last + 1):
             if not self._share and cohort.num_sharing:
                 done = seq - 1 - lag
@@ -722,11 +753,7 @@ class Scheduler:
                     manager.publish(request, request.base + done)
             crossing = cohort.crossing(seq)
             if crossing:
-                if simple:
-                    manager.append_block_each(crossing)
-                else:
-                    for request in crossing:
-                        self._make_room(request, request.base + seq, [])
+                manager.append_block_each(crossing)
             if self._share and cohort.num_sharing:
                 self._publish_fills(seq - lag)
                 self._filled = seq - lag
@@ -746,63 +773,3 @@ class Scheduler:
         self._done += turns
         self._retire_capped(last)
         return [entry.plan for entry in flight]
-
-    # ---- checks ---------------------------------------------------------------------------------------------------------
-
-    def digest(self) -> str:
-        """A fingerprint of everything that decides what happens next."""
-        running = [
-            (r.id, r.epoch, self._known(r), r.base + self._seq if r.in_cohort else r.sched, r.draining, self._written(r))
-            for r in self._running
-        ]
-        waiting = [(r.id, r.epoch, r.known, r.pending) for r in self._waiting.ordered()]
-        state = (self._seq, self._done, running, waiting, [r.id for r in self._chunks], self.manager.digest(self._running))
-        return blake2b(repr(state).encode(), digest_size=16).hexdigest()
-
-    def check(self) -> None:
-        """Every promise about requests and blocks, by walking all of them.
-
-        Raises:
-            InvariantError: with the state that breaks it.
-        """
-        self.manager.check(list(self._requests.values()))
-        state = "\n".join(map(repr, self._requests.values()))
-
-        def demand(holds: bool, promise: str) -> None:
-            if not holds:
-                raise InvariantError(promise, state)
-
-        running = [r for r in self._requests.values() if r.state == RUNNING]
-        demand(sorted(running, key=by_key) == self._running, "the running requests are not all listed in order")
-        waiting = [r for r in self._requests.values() if r.state == WAITING]
-        demand(sorted(waiting, key=by_key) == self._waiting.ordered(), "the waiting requests are not all queued")
-        demand(len(waiting) == len(self._waiting), "the waiting requests are miscounted")
-        members = [r for r in running if r.in_cohort]
-        demand(sorted(self._cohort.members(), key=by_key) == sorted(members, key=by_key), "the cohort lists others")
-        demand(len(members) == self._cohort.num, "the cohort is miscounted")
-        demand(
-            sum(r.base + self._seq for r in members) == self._cohort.context_tokens, "the cohort's tokens are miscounted"
-        )
-        demand(
-            self._sched_tokens == sum(r.base + self._seq if r.in_cohort else r.sched for r in running),
-            "planned tokens are miscounted",
-        )
-        chunks = [r for r in self._running if not r.in_cohort and not r.draining]
-        demand(chunks == self._chunks, "prefills are not all listed in order")
-        demand(len(self._running) <= self.config.max_num_seqs, "more requests run than max_num_seqs")
-        usage = self.usage()
-        slots = sum(usage) - usage.shared
-        demand(slots == self.config.num_blocks * self.config.block_size, f"usage sums to {slots} slots: {usage}")
-        demand(min(usage) >= 0, f"a part of usage is negative: {usage}")
-        size = self.config.block_size
-        for r in running:
-            sched = r.base + self._seq if r.in_cohort else r.sched
-            known = self._known(r)
-            pending = self._seq - max(self._done, r.floor) if r.in_cohort else r.pending
-            demand(0 < sched <= len(r.table) * size, f"request {r.id} has no slot for each of its tokens")
-            demand(sched <= known + pending, f"request {r.id} has more tokens planned than it has")
-            demand(0 <= pending <= len(self._flight), f"request {r.id} waits for {pending} tokens")
-            demand(self._written(r) <= sched, f"request {r.id} has more written than planned")
-            demand(known - r.num_prompt <= r.cap, f"request {r.id} has more outputs than it may")
-            table_limit = min(r.num_prompt + r.cap + self.config.num_lookahead_tokens, self.config.max_model_len)
-            demand(len(r.table) <= -(-table_limit // size), f"the table of request {r.id} is too long")

@@ -51,7 +51,5 @@ class WaitingQueue:
 
     def ordered(self) -> list[Request]:
         """All waiting requests in order (for checks and views; sorts)."""
-        live = [
-            entry for entry in self._heap if entry[2].ticket == entry[1] and entry[2].state == WAITING
-        ]
+        live = [entry for entry in self._heap if entry[2].ticket == entry[1] and entry[2].state == WAITING]
         return [request for _, _, request in sorted(live, key=lambda entry: entry[0])]

@@ -1,0 +1,85 @@
+"""Walks over all state of a scheduler: every promise checked from scratch, and a fingerprint. For tests, and for a run
+that wants to stop at the first fault. Slow, and apart from the code that is fast."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from engine.core.cohort import by_key
+from engine.core.errors import InvariantError
+from engine.core.request import RUNNING, WAITING, Request
+
+if TYPE_CHECKING:
+    from engine.core.scheduler import Scheduler
+
+__all__ = ["check", "digest"]
+
+
+def _sched(scheduler: Scheduler, request: Request) -> int:
+    return request.base + scheduler._seq if request.in_cohort else request.sched
+
+
+def digest(scheduler: Scheduler) -> str:
+    """A fingerprint of everything that decides what happens next: equal states, equal futures."""
+    running = [
+        (r.id, r.epoch, scheduler._known(r), _sched(scheduler, r), r.draining, scheduler._written(r))
+        for r in scheduler._running
+    ]
+    waiting = [(r.id, r.epoch, r.known, r.pending) for r in scheduler._waiting.ordered()]
+    chunks = [r.id for r in scheduler._chunks]
+    blocks = scheduler.manager.digest(scheduler._running)
+    state = (scheduler._seq, scheduler._done, running, waiting, chunks, blocks)
+    return blake2b(repr(state).encode(), digest_size=16).hexdigest()
+
+
+def check(scheduler: Scheduler) -> None:
+    """Check every promise about requests and blocks.
+
+    Raises:
+        InvariantError: with the state that breaks it.
+    """
+    requests = list(scheduler._requests.values())
+    scheduler.manager.check(requests)
+    _check_lists(scheduler, requests)
+    config = scheduler.config
+    size = config.block_size
+    usage = scheduler.usage()
+    slots = sum(usage) - usage.shared
+    _demand(slots == config.num_blocks * size, f"usage sums to {slots} slots: {usage}", requests)
+    _demand(min(usage) >= 0, f"a part of usage is negative: {usage}", requests)
+    for r in scheduler._running:
+        sched, known = _sched(scheduler, r), scheduler._known(r)
+        pending = scheduler._seq - max(scheduler._done, r.floor) if r.in_cohort else r.pending
+        _demand(0 < sched <= len(r.table) * size, f"request {r.id} has no slot for each of its tokens", requests)
+        _demand(sched <= known + pending, f"request {r.id} has more tokens planned than it has", requests)
+        _demand(0 <= pending <= len(scheduler._flight), f"request {r.id} waits for {pending} tokens", requests)
+        _demand(scheduler._written(r) <= sched, f"request {r.id} has more written than planned", requests)
+        _demand(known - r.num_prompt <= r.cap, f"request {r.id} has more outputs than it may", requests)
+        most = min(r.num_prompt + r.cap + config.num_lookahead_tokens, config.max_model_len)
+        _demand(len(r.table) <= -(-most // size), f"the table of request {r.id} is too long", requests)
+
+
+def _check_lists(scheduler: Scheduler, requests: list[Request]) -> None:
+    """Each request is where its state says, in order, and the sums over them are right."""
+    running = sorted((r for r in requests if r.state == RUNNING), key=by_key)
+    waiting = sorted((r for r in requests if r.state == WAITING), key=by_key)
+    cohort = scheduler._cohort
+    members = [r for r in running if r.in_cohort]
+    chunks = [r for r in running if not r.in_cohort and not r.draining]
+    context = sum(_sched(scheduler, r) for r in members)
+    tokens = sum(_sched(scheduler, r) for r in running)
+    _demand(running == scheduler._running, "the running requests are not all listed in order", requests)
+    _demand(waiting == scheduler._waiting.ordered(), "the waiting requests are not all queued in order", requests)
+    _demand(len(waiting) == len(scheduler._waiting), "the waiting requests are miscounted", requests)
+    _demand(sorted(cohort.members(), key=by_key) == members, "the cohort lists others than its members", requests)
+    _demand(len(members) == cohort.num, "the cohort is miscounted", requests)
+    _demand(context == cohort.context_tokens, "the cohort's tokens are miscounted", requests)
+    _demand(chunks == scheduler._chunks, "prefills are not all listed in order", requests)
+    _demand(tokens == scheduler._sched_tokens, "planned tokens are miscounted", requests)
+    _demand(len(running) <= scheduler.config.max_num_seqs, "more requests run than max_num_seqs", requests)
+
+
+def _demand(holds: bool, promise: str, requests: list[Request]) -> None:
+    if not holds:
+        raise InvariantError(promise, "\n".join(map(repr, requests)))

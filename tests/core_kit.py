@@ -1,0 +1,500 @@
+"""Executors and programs for testing the core: what a step must have read and written, and a clock without a GPU."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.core import (
+    NO_LIMIT,
+    Admission,
+    Finish,
+    PlanItem,
+    RequestSpec,
+    RequestView,
+    Scheduler,
+    SchedulerConfig,
+    SpanIdentity,
+    StepEvents,
+    StepOutcome,
+    StepPlan,
+    TokenIdentity,
+)
+from engine.core.drive import Abort, Add, drive
+from engine.core.records import Recorder
+from engine.core.scheduler import Horizon
+
+__all__ = [
+    "Case",
+    "ClockExecutor",
+    "Job",
+    "ListInbox",
+    "PulseAdmission",
+    "ShadowExecutor",
+    "full_prompt",
+    "play",
+    "simulate",
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request of a test program."""
+
+    at: int
+    """Turn (or time) of its arrival."""
+    prompt: tuple[int, ...]
+    out: int
+    """How many tokens it really generates (a stop), at most `cap`."""
+    cap: int
+    """max_tokens."""
+    follows: int | None = None
+    """Its prompt begins with the whole of this earlier job: prompt and output."""
+    abort_at: int | None = None
+    abort_in_flight: bool = False
+    salt: bytes = b""
+    private: bool = False
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program: options and jobs."""
+
+    config: SchedulerConfig
+    jobs: tuple[Job, ...]
+    step_cost: tuple[int, int, int] = (1, 0, 0)
+    """ns of a step: constant, per token, per token of decode context."""
+
+
+def output_token(job: int, k: int) -> int:
+    """Token k that job generates; from the same small alphabet as prompts, so that contents collide."""
+    return (job * 7 + k * k + k // 3) % 2
+
+
+def full_prompt(jobs: tuple[Job, ...], number: int) -> tuple[int, ...]:
+    job = jobs[number]
+    if job.follows is None:
+        return job.prompt
+    before = jobs[job.follows]
+    outputs = tuple(output_token(job.follows, k) for k in range(before.out))
+    return full_prompt(jobs, job.follows) + outputs + job.prompt
+
+
+class ShadowExecutor:
+    """Remembers, per slot, the exact prefix that was computed into it, and checks every read and write of a step."""
+
+    def __init__(self, scheduler: Scheduler, stops: dict[int, int]) -> None:
+        self.scheduler = scheduler
+        self.size = scheduler.config.block_size
+        self.slots: dict[int, int] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.prefix: dict[int, list[int]] = {}
+        """Per request, a name for each of its prefixes."""
+        self.names: dict[tuple[int, int], int] = {}
+        self.root: dict[int, int] = {}
+        self.job_of: dict[int, int] = {}
+        self.stops = stops
+        scheduler.manager.taken = []
+        self.confirmed: dict[int, bool] = {}
+        """Blocks that a completed step left full and listed."""
+        self.outcomes: deque[StepOutcome] = deque()
+        self.prompt_len: dict[int, int] = {}
+        self.hit_tokens = 0
+
+    def register(self, request: int, job: int, prompt: tuple[int, ...], root: int) -> None:
+        self.tokens[request] = list(prompt)
+        self.prompt_len[request] = len(prompt)
+        self.prefix[request] = []
+        self.root[request] = root
+        self.job_of[request] = job
+
+    def name(self, request: int, length: int) -> int:
+        """A number for the first `length` tokens of the request (and what else decides their KV)."""
+        names = self.prefix[request]
+        while len(names) < length:
+            parent = names[-1] if names else -1 - self.root[request]
+            step = (parent, self.tokens[request][len(names)])
+            names.append(self.names.setdefault(step, len(self.names)))
+        return names[length - 1]
+
+    def submit(self, plan: StepPlan, view: Scheduler, now: int) -> None:
+        rows = view.scheduled_order(plan)
+        assert len({row.request for row in rows}) == len(rows), "a request has two rows in one step"
+        pool, index = view.manager.pool, view.manager.index
+        for block in view.manager.taken or ():
+            self.confirmed.pop(block, None)
+        view.manager.taken = []
+        writer: dict[int, int] = {}
+        for row in rows:
+            table = view.table(row.request)
+            assert row.num_tokens >= 1
+            assert row.start + row.num_tokens <= len(self.tokens[row.request]), "a token is computed that is not known"
+            assert row.start + row.num_tokens <= len(table) * self.size
+            for position in range(row.start, row.start + row.num_tokens):
+                block = table[position // self.size]
+                assert writer.setdefault(block, row.request) == row.request, "two requests write to one block"
+                key = index.key_of(block)
+                provisional = view.config.same_step == "share" and key is not None
+                assert pool.refs(block) == 1 or provisional, f"request {row.request} writes to a shared block"
+                assert block not in self.confirmed, "a confirmed block is written again"
+                self.slots[block * self.size + position % self.size] = self.name(row.request, position + 1)
+        tokens = {}
+        finished = []
+        for row in rows:
+            table = view.table(row.request)
+            for position in range(row.start + row.num_tokens):
+                slot = table[position // self.size] * self.size + position % self.size
+                wanted = self.name(row.request, position + 1)
+                assert self.slots.get(slot) == wanted, f"request {row.request} reads another prefix at {position}"
+            known = self.tokens[row.request]
+            reaches_end = row.start + row.num_tokens == len(known)
+            assert row.samples == reaches_end, "samples is wrong"
+            if row.samples:
+                job = self.job_of[row.request]
+                k = len(known) - self.prompt_len[row.request]
+                tokens[row.request] = output_token(job, k)
+                known.append(tokens[row.request])
+                if k + 1 == self.stops.get(job, NO_LIMIT):
+                    finished.append(Finish(row.request, "stop"))
+        self.outcomes.append(StepOutcome(now + 1, tokens, tuple(finished)))
+
+    def collect(self) -> StepOutcome:
+        return self.outcomes.popleft()
+
+    def confirm(self) -> None:
+        """To be called when no step is in flight: whatever the index lists now has been written."""
+        index = self.scheduler.manager.index
+        for _, blocks in index.entries():
+            self.confirmed.update(dict.fromkeys(blocks, True))
+
+
+@dataclass
+class Played:
+    """What a program did."""
+
+    outputs: dict[int, list[int]]
+    finished: dict[int, str]
+    preemptions: int
+    hits: int
+    turns: int
+
+
+def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
+    """Run a program over the shadow executor, checking everything at every step. Aborts come between any two calls."""
+    config = case.config
+    scheduler = scheduler_type(config)
+    jobs = case.jobs
+    shadow = ShadowExecutor(scheduler, {i: job.out for i, job in enumerate(jobs) if job.out < job.cap})
+    arrivals = deque(sorted(range(len(jobs)), key=lambda i: (jobs[i].at, i)))
+    id_of: dict[int, int] = {}
+    finished: dict[int, str] = {}
+    flight: deque[StepPlan] = deque()
+    turn = preemptions = hits = 0
+    bound = 50 + 40 * sum(len(full_prompt(jobs, i)) + job.cap for i, job in enumerate(jobs)) + max(j.at for j in jobs)
+
+    def abort(in_flight: bool) -> None:
+        for i, job in enumerate(jobs):
+            if job.abort_at == turn and job.abort_in_flight == in_flight and i in id_of and i not in finished:
+                finish = scheduler.abort(id_of[i])
+                assert finish is not None
+                assert finish.num_output_tokens <= job.cap
+                finished[i] = "abort"
+
+    while arrivals or scheduler.has_unfinished:
+        while arrivals and jobs[arrivals[0]].at <= turn:
+            i = arrivals.popleft()
+            prompt = full_prompt(jobs, i)
+            identity = None if jobs[i].private else TokenIdentity(prompt, config.block_size, jobs[i].salt)
+            spec = RequestSpec(turn, len(prompt), jobs[i].cap, identity, priority=jobs[i].priority)
+            id_of[i] = scheduler.add(spec, turn)
+            root = 10_000 + i if jobs[i].private else int.from_bytes(jobs[i].salt + b"\0", "little")
+            shadow.register(id_of[i], i, prompt, root)
+        abort(in_flight=False)
+        before = set(scheduler._running)
+        plan = scheduler.schedule(turn)
+        preemptions += len(plan.preempted)
+        if plan.num_rows:
+            _check_plan(plan, scheduler, before)
+            hits += sum(item.start for item in plan.prefills if item.request in plan.admitted)
+            shadow.submit(plan, scheduler, turn)
+            flight.append(plan)
+        scheduler.check()
+        abort(in_flight=True)
+        scheduler.check()
+        completed = False
+        while flight and (len(flight) >= config.steps_in_flight or not plan.num_rows):
+            completed = True
+            oldest = flight.popleft()
+            for finish in scheduler.complete(oldest, shadow.collect()).finished:
+                finished[shadow.job_of[finish.request]] = finish.reason
+            if not flight:
+                shadow.confirm()
+            scheduler.check()
+            if plan.num_rows:
+                break
+        turn += 1
+        assert turn < bound, "no end in sight: " + "; ".join(map(repr, scheduler._requests.values()))
+        stuck = not (plan.num_rows or plan.preempted or completed or arrivals) and scheduler.has_unfinished
+        aborts_later = any(j.abort_at is not None and j.abort_at >= turn for j in jobs)
+        assert not stuck or aborts_later, "requests wait, nothing runs, and nothing will come"
+    pool = scheduler.manager.pool
+    assert pool.num_free == pool.num_blocks, "blocks are lost"
+    assert set(finished) == set(range(len(jobs))), "requests are lost"
+    outputs = {}
+    for i, id in id_of.items():
+        outputs[i] = shadow.tokens[id][shadow.prompt_len[id] :]
+        if finished[i] != "abort":
+            assert outputs[i][: jobs[i].out] == [output_token(i, k) for k in range(jobs[i].out)]
+    return Played(outputs, finished, preemptions, hits, turn)
+
+
+def _check_plan(plan: StepPlan, scheduler: Scheduler, running_before: set[object]) -> None:
+    config = scheduler.config
+    assert plan.num_tokens <= config.max_num_batched_tokens
+    assert plan.num_rows <= config.max_num_seqs
+    assert not (plan.preempted and plan.admitted), "a step that preempted admits somebody"
+    rows: list[PlanItem] = scheduler.scheduled_order(plan)
+    assert not set(plan.preempted) & {row.request for row in rows}, "preempted and scheduled in one step"
+    assert plan.num_rows == len(rows)
+    assert plan.decodes.context_tokens == sum(row.start for row in plan.decodes.rows())
+    for row in rows:
+        assert row.start + row.num_tokens <= config.max_model_len
+
+
+class ListInbox:
+    """Jobs by time; a job that follows another comes when that one has ended."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.heap: list[tuple[int, int, str]] = []
+        self.id_of: dict[int, int] = {}
+        self.executor: ClockExecutor | None = None
+        self.names: dict[tuple[object, ...], int] = {}
+        self.now = 0
+        for i, job in enumerate(case.jobs):
+            if job.follows is None:
+                self._push(job.at, i)
+        self.left = len(case.jobs)
+
+    def _push(self, at: int, i: int) -> None:
+        heapq.heappush(self.heap, (at, i, "add"))
+        abort_at = self.case.jobs[i].abort_at
+        if abort_at is not None:
+            heapq.heappush(self.heap, (at + abort_at, i, "abort"))
+
+    def drain(self, now: int) -> Iterable[Add | Abort]:
+        self.now = now
+        commands: list[Add | Abort] = []
+        while self.heap and self.heap[0][0] <= now:
+            at, i, what = heapq.heappop(self.heap)
+            if what == "add":
+                commands.append(Add(self._spec(i, at), i))
+            elif i in self.id_of:
+                commands.append(Abort(self.id_of[i]))
+        return commands
+
+    def _spec(self, i: int, at: int) -> RequestSpec:
+        job = self.case.jobs[i]
+        size = self.case.config.block_size
+        prompt = full_prompt(self.case.jobs, i)
+        identity: SpanIdentity | None = None
+        if not job.private:
+            followed = any(other.follows == i for other in self.case.jobs)
+            identity = SpanIdentity(self._spans(i), size, output_id=self._name("output", i) if followed else None)
+        return RequestSpec(at, len(prompt), job.cap, identity, priority=job.priority)
+
+    def _spans(self, i: int) -> list[tuple[int, int]]:
+        """A name for every prefix of the prompt, the same for all jobs that have it."""
+        job = self.case.jobs[i]
+        spans: list[tuple[int, int]] = []
+        if job.follows is not None:
+            spans = self._spans(job.follows)
+            spans.append((self._name("output", job.follows), self.case.jobs[job.follows].out))
+        return spans + [(self._name(job.follows, job.prompt[: k + 1]), 1) for k in range(len(job.prompt))]
+
+    def _name(self, *what: object) -> int:
+        return self.names.setdefault(what, len(self.names))
+
+    def accepted(self, row: int, request: int) -> None:
+        self.id_of[row] = request
+        self.left -= 1
+        if self.executor is not None:
+            self.executor.lengths[request] = self.case.jobs[row].out
+            self.executor.caps[request] = self.case.jobs[row].cap
+
+    def rejected(self, row: int, reason: str, now: int) -> None:
+        self.left -= 1
+        self.ended(row, now)
+
+    def ended(self, row: int, now: int) -> None:
+        for i, job in enumerate(self.case.jobs):
+            if job.follows == row:
+                self._push(now + job.at, i)
+
+    def next_ns(self) -> int | None:
+        return self.heap[0][0] if self.heap else None
+
+    def is_open(self) -> bool:
+        return bool(self.heap)
+
+
+class ClockExecutor:
+    """A FastExecutor with a linear step cost, which knows when each request stops."""
+
+    def __init__(self, cost: tuple[int, int, int], depth: int) -> None:
+        self.cost = cost
+        self.depth = depth
+        self.lengths: dict[int, int] = {}
+        self.caps: dict[int, int] = {}
+        self.flight: deque[tuple[StepPlan, int, tuple[Finish, ...]]] = deque()
+        self.last_end = 0
+        self.stop_seq: dict[int, list[tuple[int, int]]] = {}
+        """Plan -> (request, epoch) of those whose last token it samples as cohort rows."""
+        self.epochs: dict[int, int] = {}
+
+    def duration(self, plan: StepPlan, step: int = 0) -> int:
+        fixed, per_token, per_context = self.cost
+        num = plan.decodes.num
+        return fixed + per_token * plan.num_tokens + per_context * (plan.decodes.context_tokens + num * step)
+
+    def submit(self, plan: StepPlan, view: Scheduler, now: int) -> None:
+        start = max(now, self.last_end)
+        self.last_end = start + self.duration(plan)
+        for item in plan.prefills:
+            self.epochs[item.request] = item.epoch
+            if item.samples and self.lengths[item.request] == 1 < self.caps[item.request]:
+                self.stop_seq.setdefault(plan.seq, []).append((item.request, item.epoch))
+        for request, epoch, outputs in plan.joined:
+            left = self.lengths[request] - outputs
+            if left and self.lengths[request] < self.caps[request]:
+                self.stop_seq.setdefault(plan.seq + left, []).append((request, epoch))
+        for request in plan.preempted:
+            self.epochs[request] = self.epochs.get(request, 0) + 1
+        self.flight.append((plan, self.last_end, self._stops(plan)))
+
+    def _stops(self, plan: StepPlan) -> tuple[Finish, ...]:
+        due = self.stop_seq.get(plan.seq, [])
+        return tuple(Finish(request, "stop") for request, epoch in due if self.epochs.get(request, 0) == epoch)
+
+    def collect(self) -> StepOutcome:
+        plan, end, stops = self.flight.popleft()
+        self.stop_seq.pop(plan.seq, None)
+        return StepOutcome(end, None, stops)
+
+    def finish_bound(self) -> int:
+        oldest = self.flight[0][0].seq
+        due = [seq for seq in self.stop_seq if seq >= oldest]
+        return min(due) - oldest if due else NO_LIMIT
+
+    def preview(self, turns: int) -> list[int]:
+        ends = [end for _, end, _ in self.flight]
+        plan = self.flight[-1][0]
+        while len(ends) < turns:
+            ends.append(ends[-1] + self.duration(plan, len(ends) - len(self.flight) + 1))
+        return ends[:turns]
+
+    def advance(self, ends: list[int], plans: list[StepPlan]) -> None:
+        flight = self.flight
+        old = len(flight)
+        all_ends = self.preview(len(ends) + old)
+        self.flight = deque()
+        for plan, end in zip(plans, all_ends[len(ends) :], strict=True):
+            stops = tuple(
+                Finish(r, "stop") for r, epoch in self.stop_seq.get(plan.seq, []) if self.epochs.get(r, 0) == epoch
+            )
+            self.flight.append((plan, end, stops))
+        self.last_end = all_ends[-1]
+
+
+class PulseAdmission(Admission):
+    """Admits in the first half of every 14 ns, and says so."""
+
+    def stable_until(self, now: int) -> int:
+        return (now // 7 + 1) * 7 - 1
+
+    def admits(self, request: RequestView, need_blocks: int, free_blocks: int, num_running: int, now: int) -> bool:
+        return now // 7 % 2 == 0
+
+
+@dataclass
+class Simulated:
+    """What a program did on the clock."""
+
+    scheduler: Scheduler
+    recorder: Recorder
+    trail: list[tuple[int, int, str]]
+    """(plan, time, digest of all state) after each step in which something happened to a request."""
+    terms: dict[str, int]
+    """How often each term of the horizon was the binding one."""
+    runs: list[int]
+    """Lengths of the runs that were fast-forwarded."""
+
+
+def simulate(case: Case, fast_forward: bool, scheduler_type: type[Scheduler] = Scheduler) -> Simulated:
+    """Run a program on the clock."""
+    terms: Counter[str] = Counter()
+    runs: list[int] = []
+
+    class Counting(scheduler_type):  # type: ignore[misc,valid-type]
+        def horizon(self, finish_bound: int) -> Horizon:
+            turns, term = super().horizon(finish_bound)
+            terms[term] += 1
+            return turns, term
+
+        def stable_until(self, now: int) -> int:
+            limit: int = super().stable_until(now)
+            terms["policy"] += limit < NO_LIMIT
+            return limit
+
+        def advance(self, ends: Sequence[int]) -> list[StepPlan]:
+            runs.append(len(ends))
+            return super().advance(ends)
+
+    scheduler = Counting(case.config)
+    recorder = Recorder(scheduler)
+    executor = ClockExecutor(case.step_cost, case.config.steps_in_flight)
+    inbox = ListInbox(case)
+    inbox.executor = executor
+    trail: list[tuple[int, int, str]] = []
+
+    def ended(finish: Finish, now: int) -> None:
+        row = next(row for row, request in inbox.id_of.items() if request == finish.request)
+        inbox.ended(row, now)
+
+    def on_step(plan: StepPlan, outcome: StepOutcome, events: StepEvents) -> None:
+        if events.finished or events.first_tokens or events.resumed:
+            trail.append((plan.seq, outcome.end, scheduler.digest()))
+        for finish in events.finished:
+            ended(finish, outcome.end)
+
+    loop = drive(
+        scheduler,
+        executor,
+        inbox,
+        recorder,
+        0,
+        fast_forward=fast_forward,
+        on_step=on_step,
+        on_abort=lambda finish: ended(finish, inbox.now),
+    )
+    now = 0
+    try:
+        wait = next(loop)
+        while True:
+            arrival = inbox.next_ns()
+            if wait.idle:
+                assert arrival is not None, "requests wait, nothing runs, and nothing will come"
+                now = max(now, arrival)
+            elif wait.ends and arrival is not None and arrival <= wait.ends[-1]:
+                now = wait.ends[bisect_left(wait.ends, arrival)]
+            else:
+                assert wait.until is not None
+                now = wait.until
+            wait = loop.send(now)
+    except StopIteration:
+        pass
+    return Simulated(scheduler, recorder, trail, dict(terms), runs)
