@@ -24,8 +24,6 @@ __all__ = ["ChunkRow", "DecodeGroup", "StepLayout", "attend", "attend_reference"
 
 _GROUP_OVERHEAD_TOKENS = 512
 """What one more group of decodes costs in calls, expressed in gathered tokens. Measured on the 135M model."""
-_CHUNK_TILE = 256
-"""Query tokens of a prefill chunk that are scored at once where they also read cached context."""
 
 
 class DecodeGroup(NamedTuple):
@@ -50,6 +48,8 @@ class ChunkRow(NamedTuple):
     start: int
     blocks: Tensor
     """int64[pages]: the pages of the start + (last - first) tokens."""
+    visible: Tensor | None
+    """bool[last - first, start + last - first]: what each token reads; None where start is 0."""
 
 
 class StepLayout(NamedTuple):
@@ -105,7 +105,8 @@ def layout_step(
         used = np.asarray(table[: (start + count - 1) // block_size + 1], dtype=np.int64)
         positions.append(span)
         slots.append(used[span // block_size] * block_size + span % block_size)
-        rows.append(ChunkRow(first, first + count, start, torch.from_numpy(used)))
+        visible = torch.ones(count, start + count, dtype=torch.bool).tril_(start) if start else None
+        rows.append(ChunkRow(first, first + count, start, torch.from_numpy(used), visible))
         first += count
     return StepLayout(
         torch.from_numpy(np.concatenate(positions)),
@@ -196,18 +197,11 @@ def _attend_chunk(
     context = chunk.start + chunk.last - chunk.first
     keys, values = cache.gather(layer, chunk.blocks)
     # Cut at the context's end: what lies behind it in the last page is never read.
-    keys, values = keys[:, :context], values[:, :context]
-    heads, kv_heads, dim = query.shape[1], cache.num_kv_heads, cache.head_dim
-    for first in range(chunk.first, chunk.last, _CHUNK_TILE):
-        last = min(first + _CHUNK_TILE, chunk.last)
-        seen = chunk.start + last - chunk.first
-        grouped = query[first:last].transpose(0, 1).reshape(kv_heads, -1, dim).mul(scale)
-        scores = torch.bmm(grouped, keys[:, :seen].transpose(1, 2))
-        scores = scores.view(heads, last - first, seen)
-        future = torch.ones(last - first, last - first, dtype=torch.bool).triu_(1)
-        scores[:, :, seen - (last - first) :].masked_fill_(future, -torch.inf)
-        mixed = torch.bmm(_softmax(scores).view(kv_heads, -1, seen), values[:, :seen])
-        out[first:last].copy_(mixed.view(heads, last - first, dim).transpose(0, 1))
+    keys, values = keys[:, :context].unsqueeze(0), values[:, :context].unsqueeze(0)
+    mixed = F.scaled_dot_product_attention(
+        heads_first, keys, values, attn_mask=chunk.visible, scale=scale, enable_gqa=True
+    )
+    out[new].copy_(mixed[0].transpose(0, 1))
 
 
 def attend_reference(

@@ -127,7 +127,7 @@ def test_a_row_gets_the_same_numbers_alone_and_in_a_batch():
 
 
 def test_a_chunk_equals_its_tokens_decoded_one_by_one():
-    """Prefill in one chunk, in tiles, and token by token agree to 1e-12, also across the tile boundary."""
+    """Prefill behind cached context in one chunk and token by token agree to 1e-12."""
     case = Case([], [(20, 300)], 16, 1, 2, seed=9, spare=1)
     whole = case.run()
     start, count, table = case.chunks[0]
