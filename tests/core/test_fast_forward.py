@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
-
 from core_kit import Case, Simulated, simulate
+from hypothesis import given, settings
+from strategies import fast_cases
+
 from engine.core import Usage
 from engine.core.records import Recorder
-from strategies import fast_cases
 
 
 def usage_by_step(recorder: Recorder, block_size: int) -> list[tuple[int, ...]]:
