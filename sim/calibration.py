@@ -323,7 +323,7 @@ class Calibration:
     def band_models(self, refits: int | None = None) -> dict[str, StepTime]:
         """Models whose predictions span the band: `low`, `high`, and up to `refits` bootstrap refits."""
         fitted = self.step_time()
-        models = {"low": fitted.scaled(1.0 - self.band), "high": fitted.scaled(1.0 + self.band)}
+        models = {"low": fitted.scaled(max(0.05, 1.0 - self.band)), "high": fitted.scaled(1.0 + self.band)}
         for i, values in enumerate(self.refits[:refits]):
             models[f"refit-{i}"] = StepTime.from_coefficients(values, label=f"{fitted.label}, refit {i}")
         return models
