@@ -1,20 +1,169 @@
-"""`kvtwin profile`: batches of many shapes, timed through the real engine."""
+"""`kvtwin profile`: batches of many shapes, timed through the real engine.
+
+How many batches fit the time is decided from a rough guess of the machine's speed, put right by a probe of three
+batches. The batches come in random order and the clock has the last word, so that a machine which is slower than that
+still gives a profile of the whole range, only a sparser one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import argparse
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-
+from engine.exec.engine import Engine
+from engine.exec.profiler import METADATA_KEY, profile
+from experiments.config import Config
+from experiments.engine_options import engine_args
+from experiments.errors import UsageError
+from sim.models import ModelSpec
 from sim.steptime import StepTime
-from sim.sweep import Limits, SweepBatch, pick_trace_like
+from sim.sweep import Limits, SweepBatch, cpu_guess, pick_trace_like, sweep
 
 if TYPE_CHECKING:
     from engine.core.types import StepPlan
+    from experiments.terminal import Terminal
 
-__all__ = ["trace_like"]
+__all__ = ["execute", "profile_engine", "spec_of_engine", "trace_like"]
 
 SATURATED_REQUESTS = 160
+REPEATS, WARM_UPS = 6, 1
+"""A CPU's step takes long enough for few repetitions; more batches tell more."""
+MARGIN = 1.3
+"""More batches are prepared than should fit: what the clock cuts off was not needed."""
+
+
+def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
+    """`kvtwin profile`: writes --out; returns `{out, batches, model, device}`."""
+    assert config.out is not None  # the command has a default
+    options = engine_args(config)
+    with terminal.status(f"Loading {config.model}"):
+        engine = Engine(options)
+    try:
+        with terminal.progress() as progress:
+            task = progress.add_task("Batches timed", total=None)
+            count = profile_engine(
+                engine,
+                Path(config.out),
+                config,
+                lambda done, total: progress.update(task, completed=done, total=total),
+            )
+        name = engine.model.name
+    except KeyboardInterrupt:
+        terminal.note(f"Interrupted; the same command continues {config.out}.")
+        raise
+    finally:
+        engine.close()
+    terminal.print(f"{count} batches of {name} on {config.device} timed; written to {config.out}.")
+    return {"out": config.out, "batches": count, "model": name, "device": config.device}
+
+
+def profile_engine(
+    engine: Engine,
+    out: Path,
+    config: Config,
+    on_batch: Callable[[int, int], None] | None = None,
+    stop_after_s: float | None = None,
+) -> int:
+    """Profiles within --time-budget-s, or continues a profile of the same engine in `out`; returns its batches.
+
+    Args:
+        stop_after_s: ends this call earlier; a further one goes on.
+
+    Raises:
+        EngineError: `out` holds something else.
+    """
+    limits = Limits(
+        max_rows=config.max_rows or engine.config.max_num_seqs,
+        max_tokens=engine.config.max_num_batched_tokens,
+        max_context=engine.config.max_model_len,
+        pool_tokens=engine.config.num_blocks * engine.config.block_size,
+        block_size=engine.config.block_size,
+    )
+    guess = cpu_guess(spec_of_engine(engine), engine.num_threads)
+    scale = _stored_scale(out)
+    if scale is None:
+        scale = _probe(engine, limits, guess)
+    estimate = guess.scaled(scale)
+    batches = sweep(
+        limits,
+        trace_like=trace_like(limits, estimate, seed=config.seed),
+        budget_s=config.time_budget_s * MARGIN,
+        estimate=estimate,
+        runs=REPEATS + WARM_UPS + 1,
+        seed=config.seed,
+    )
+    return profile(
+        engine,
+        batches,
+        out,
+        repeats=REPEATS,
+        warm_ups=WARM_UPS,
+        stop_after_s=config.time_budget_s if stop_after_s is None else stop_after_s,
+        seed=config.seed,
+        about={"speed_scale": scale},
+        on_batch=on_batch,
+    )
+
+
+def spec_of_engine(engine: Engine) -> ModelSpec:
+    """The simulator's description of the model that the engine has loaded."""
+    model = engine.model.config
+    return ModelSpec(
+        name=engine.model.name,
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        intermediate=model.intermediate_size,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab=model.vocab_size,
+        max_position=model.max_position,
+        tied=model.tie_word_embeddings,
+        dtype=str(engine.dtype).removeprefix("torch."),
+    )
+
+
+def _probe(engine: Engine, limits: Limits, guess: StepTime) -> float:
+    """How many times slower than the guess this machine is, to the next power of two."""
+    context = max(1, limits.max_context // 4)
+    rows = max(1, min(8, limits.max_rows, limits.pool_tokens // (2 * (context + limits.block_size))))
+    chunk = max(1, min(128, limits.max_tokens, limits.max_context, limits.pool_tokens))
+    batches = [
+        SweepBatch("decode", ((1, context),)),
+        SweepBatch("decode", tuple((1, context + i) for i in range(rows))),
+        SweepBatch("prefill", ((chunk, 0),)),
+    ]
+    fitting = [batch for batch in batches if limits.fit(batch.rows)]
+    if not fitting:
+        raise UsageError("The KV pool is too small to profile anything; give more --num-gpu-blocks-override.")
+    import pyarrow.parquet as pq
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "probe.parquet"
+        profile(engine, fitting, path, repeats=3, warm_ups=1)
+        times = pq.read_table(path).column("wall_ns_median").to_pylist()
+    slower = sum(math.log2(t / guess.duration(b.shape())) for t, b in zip(times, fitting, strict=True)) / len(fitting)
+    return float(2.0 ** round(slower))
+
+
+def _stored_scale(path: Path) -> float | None:
+    """The scale that a profile in `path` was planned with, so that continuing it plans the same batches."""
+    import json
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        return None
+    try:
+        stored = json.loads((pq.read_schema(path).metadata or {})[METADATA_KEY])
+        return float(stored["speed_scale"])
+    except (OSError, pa.ArrowInvalid, KeyError, ValueError, TypeError):
+        return None  # profile() says what is wrong with the file
 
 
 def trace_like(limits: Limits, estimate: StepTime, count: int = 160, seed: int = 0) -> list[SweepBatch]:
