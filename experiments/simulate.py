@@ -226,7 +226,7 @@ def _bands(summaries: list[dict[str, Any]]) -> dict[str, Any]:
 def _elasticity(low: dict[str, Any], high: dict[str, Any], band: float) -> dict[str, Any]:
     """d ln(metric) / d ln(step time), between both ends of the band."""
     slow, fast = _values(high), _values(low)
-    width = math.log((1 + band) / (1 - band))
+    width = math.log((1 + band) / max(0.05, 1 - band))
     return _nested(
         {key: math.log(slow[key] / fast[key]) / width if slow[key] and fast[key] else None for key in slow}  # type: ignore[operator]
     )

@@ -26,6 +26,10 @@ class Terminal:
         self.interrupted = False
         """Set by a command that was interrupted and wrote what it had."""
 
+    def muted(self) -> Terminal:
+        """The same streams without results and notes: progress and warnings only."""
+        return _Muted()
+
     def print(self, *parts: Any) -> None:
         """A result: text or anything that rich can draw."""
         self._out.print(*parts)
@@ -62,6 +66,14 @@ class Terminal:
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> None:
         """A table; the first `left` columns are text, the others numbers."""
         self.print(make_table(title, columns, rows, left))
+
+
+class _Muted(Terminal):
+    def print(self, *parts: Any) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
