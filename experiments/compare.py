@@ -337,7 +337,7 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
 
 def count_decisions(real: Sequence[Results], simulated: Results) -> tuple[int, list[str]]:
     """(steps that differ over all real runs, the first few differences in words)."""
-    from experiments.decisions import replay_differences
+    from experiments.replay import replay_differences
 
     found = [difference for run in real for difference in replay_differences(run.path, simulated.path)]
     return len(found), [str(difference) for difference in found[:20]]

@@ -75,7 +75,7 @@ def _tokens(requests: dict[str, Any], player: _Player) -> pa.Table:
     rows = requests["row"][accepted].tolist()
     columns: dict[str, Any] = {
         name: pa.array(requests[name][accepted], pa.int64())
-        for name in ("request", "row", "arrival_ns", "max_tokens", "tenant")
+        for name in ("request", "row", "arrival_ns", "max_tokens", "priority", "tenant")
     }
     columns["prompt"] = _lists([player.prompt(row) for row in rows])
     columns["output"] = _lists([player.outputs.get(row, []) for row in rows])

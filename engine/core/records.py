@@ -30,6 +30,7 @@ REQUEST_COLUMNS = (
     "max_tokens",
     "cached_tokens",
     "num_preemptions",
+    "priority",
     "tenant",
     "outcome",
     "reason",
@@ -97,7 +98,22 @@ class Recorder:
         self._new_row(-1, row, spec, now, _OUTCOMES["rejected"])
 
     def _new_row(self, id: int, row: int, spec: RequestSpec, now: int, outcome: int) -> None:
-        values = (id, row, spec.arrival, now, -1, -1, -1, spec.num_prompt_tokens, 0, spec.max_tokens, 0, 0, spec.tenant)
+        values = (
+            id,
+            row,
+            spec.arrival,
+            now,
+            -1,
+            -1,
+            -1,
+            spec.num_prompt_tokens,
+            0,
+            spec.max_tokens,
+            0,
+            0,
+            spec.priority,
+            spec.tenant,
+        )
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
         self._outcome.append(outcome)
