@@ -93,7 +93,9 @@ class _Repeating(RequestState):
 class _Prepared:
     """A batch as the executor takes it: a plan, and the block tables as a plan view."""
 
-    def __init__(self, batch: ProfileBatch, engine: Engine, executor: TorchExecutor, first_request: int, seed: int) -> None:
+    def __init__(
+        self, batch: ProfileBatch, engine: Engine, executor: TorchExecutor, first_request: int, seed: int
+    ) -> None:
         config = engine.config
         random = np.random.default_rng(seed)
         vocab = engine.model.config.vocab_size
@@ -164,7 +166,9 @@ def profile(
                     last += 1
                 times = _run_back_to_back(engine, executor, batches[first:last], seed)
             else:
-                times = [_run_repeatedly(engine, executor, batches[first], repeats, warm_ups, batch_limit_s, seed + first)]
+                times = [
+                    _run_repeatedly(engine, executor, batches[first], repeats, warm_ups, batch_limit_s, seed + first)
+                ]
             for index, samples in zip(range(first, last), times, strict=True):
                 rows.append(_row(index, batches[index], samples))
             _write(path, rows, metadata)

@@ -145,6 +145,7 @@ def uniform(key: int, position: int) -> float:
     return (state >> 11) * 2.0**-53
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sample:
     """Draw one token for each row of `logits` [rows, vocab] (float32 or float64; changed in place)."""
     logprobs = _logprobs(logits, rows)
