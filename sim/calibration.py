@@ -1,8 +1,10 @@
 """From a profile of a real engine to the coefficients of the step-time formula, and how far to trust them.
 
 The fit is non-negative least squares on rows divided by their measured time, so that it minimises relative errors;
-its columns are scaled to unit length and a ridge of 1e-6 keeps it defined where two columns look alike. The turning
-point n* and whether rows have a price of their own are chosen by cross-validation. Everything is deterministic.
+its columns are scaled to unit length and a ridge of 1e-6 keeps it defined where two columns look alike. A batch that
+was measured several times counts once, with its median, and batches that stick out (another program had the machine)
+count less, by Huber's weights. The turning point n* and whether rows have a price of their own are chosen by
+cross-validation. Everything is deterministic.
 
 What is reported is what predictions need: the signed, time-weighted bias per regime on batches that the fit did not see
 (bias moves latencies; scatter averages out), the drift of the machine while it was profiled, and the range of batches
@@ -40,6 +42,10 @@ FOLDS = 5
 ROWS_GAIN = 0.97
 """Rows get a price of their own only if that brings the cross-validated error below this share of what it was."""
 LEAST_BAND = 0.01
+_HUBER = 1.345
+"""In units of the residuals' spread: beyond it, a residual's weight falls off."""
+_LEAST_SPREAD = 0.005
+_REWEIGHTINGS = 4
 REFITS = 20
 """Bootstrap refits that are kept."""
 LEAST_BATCHES = 20
@@ -131,6 +137,15 @@ class _Batches:
     def __len__(self) -> int:
         return len(self.time)
 
+    def merged(self) -> _Batches:
+        """Batches of one shape made one, with the median of their times."""
+        shape = np.column_stack([self.n, self.rows, self.decodes, self.context, self.work, self.longest])
+        _, first, group = np.unique(shape, axis=0, return_index=True, return_inverse=True)
+        group = group.reshape(-1)
+        medians = np.array([np.median(self.time[group == i]) for i in range(len(first))])
+        kept = self.take(first)
+        return _Batches(kept.n, kept.rows, kept.decodes, kept.context, kept.work, kept.longest, medians, kept.order)
+
     def regimes(self) -> dict[str, np.ndarray]:
         """Masks of batches with decodes only, prefills only, and both."""
         prefill, decode = self.work > 0, self.decodes > 0
@@ -189,14 +204,21 @@ def _design(batches: _Batches, turn: float, with_rows: bool) -> np.ndarray:
 
 
 def _solve(design: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Coefficients that minimise the squared relative errors: float64[7]."""
+    """Coefficients that minimise Huber's loss of the relative errors: float64[7]."""
     relative = design / time[:, None]
     length = np.sqrt((relative**2).sum(axis=0))
     used = length > 0
     scaled = relative[:, used] / length[used]
-    gram = scaled.T @ scaled + RIDGE * np.eye(int(used.sum()))
+    ridge = RIDGE * np.eye(int(used.sum()))
+    weights = np.ones(len(time))
     result = np.zeros(design.shape[1])
-    result[used] = nnls(gram, scaled.sum(axis=0)) / length[used]
+    for _ in range(_REWEIGHTINGS):
+        weighted = scaled * weights[:, None]
+        result[used] = nnls(weighted.T @ scaled + ridge, weighted.sum(axis=0)) / length[used]
+        # Logarithms, so that twice as long and half as long are as far off.
+        residuals = np.abs(np.log(np.maximum(relative @ result, 1e-9)))
+        spread = max(1.4826 * float(np.median(residuals)), _LEAST_SPREAD)
+        weights = np.minimum(1.0, _HUBER * spread / np.maximum(residuals, 1e-12))
     return result
 
 
@@ -358,7 +380,7 @@ def calibrate(profile: str | Path | pd.DataFrame, about: Mapping[str, Any] | Non
         content = frame.to_csv(index=False).encode()
         found.setdefault("digest", hashlib.sha256(content).hexdigest())
     everything, kinds = _batches(frame)
-    fitted = everything.take(~np.isin(kinds, _HELD_OUT))
+    fitted = everything.take(~np.isin(kinds, _HELD_OUT)).merged()
     regimes = fitted.regimes()
     if len(fitted) < LEAST_BATCHES or any(regimes[name].sum() < FOLDS for name in ("decode", "prefill")):
         counts = ", ".join(f"{int(mask.sum())} {name}" for name, mask in regimes.items())

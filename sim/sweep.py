@@ -234,13 +234,18 @@ def sweep(
     budget_s: float | None = None,
     estimate: StepTime | None = None,
     runs: int = RUNS_PER_BATCH,
+    passes: int = 1,
     seed: int = 0,
 ) -> list[SweepBatch]:
     """All batches to time, in the order in which to time them, anchors among them.
 
-    With a budget in seconds, each kind is thinned evenly until `runs` runs of its batches fit its share by the
-    `estimate`. Raises SimError where a budget comes without an estimate.
+    With a budget in seconds, each kind is thinned evenly until `runs` runs of its batches in each of the `passes` fit
+    its share by the `estimate`. Several passes over the same batches, each in an order of its own, keep a moment in
+    which another program has the machine from spoiling all measurements of a batch. Raises SimError where a budget
+    comes without an estimate, or there is no pass.
     """
+    if passes < 1:
+        raise SimError(f"A sweep needs 1 or more passes, not {passes}.")
     rng = np.random.default_rng(seed)
     kinds = {
         "decode": decode_grid(limits, rng),
@@ -256,5 +261,6 @@ def sweep(
         present = sum(share for kind, share in _SHARES.items() if kinds[kind])
         for kind, batches in kinds.items():
             if batches:
-                kinds[kind] = _thin(batches, budget_s * 1e9 * _SHARES[kind] / present, estimate, runs)
-    return with_anchors([batch for batches in kinds.values() for batch in batches], limits, seed)
+                kinds[kind] = _thin(batches, budget_s * 1e9 * _SHARES[kind] / present, estimate, runs * passes)
+    every = [batch for batches in kinds.values() for batch in batches]
+    return [batch for i in range(passes) for batch in with_anchors(every, limits, seed + i)]

@@ -26,7 +26,7 @@ GPU = Limits(max_rows=256, max_tokens=2048, max_context=8192, pool_tokens=400_00
     ),
     st.integers(0, 100),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_batch_fits_the_engine(limits: Limits, seed: int) -> None:
     """Whatever the engine's limits, no batch breaks one of them, and the same seed gives the same batches."""
     batches = sweep(limits, seed=seed)
@@ -109,3 +109,17 @@ def test_an_estimate_for_sizing_is_within_reason() -> None:
     """The guess that sizes a sweep on a CPU puts one decode of the default model between 5 and 200 ms."""
     guess: StepTime = cpu_guess(preset("smollm2"))
     assert 5e6 < guess.duration(sweep(Limits(1, 2, 64, 64))[0].shape()) < 2e8
+
+
+def test_passes_repeat_the_batches_in_other_orders() -> None:
+    """Each pass times every batch once, in an order of its own, within the same budget altogether."""
+    estimate = cpu_guess(preset("smollm2"))
+    limits = Limits(max_rows=32, max_tokens=512, max_context=2048, pool_tokens=16_384)
+    batches = sweep(limits, budget_s=120, estimate=estimate, runs=3, passes=3)
+    third = len(batches) // 3
+    parts = [batches[i * third : (i + 1) * third] for i in range(3)]
+    assert sorted(parts[0]) == sorted(parts[1]) == sorted(parts[2])
+    assert parts[0] != parts[1] != parts[2]
+    assert sum(estimate.duration(b.shape()) * 3 for b in batches if b.kind != "anchor") <= 120e9
+    with pytest.raises(SimError, match="passes"):
+        sweep(limits, passes=0)
