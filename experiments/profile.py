@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["execute", "profile_engine", "spec_of_engine", "trace_like"]
 
 SATURATED_REQUESTS = 160
-REPEATS, WARM_UPS = 6, 1
-"""A CPU's step takes long enough for few repetitions; more batches tell more."""
+REPEATS, WARM_UPS, PASSES = 2, 1, 3
+"""A CPU's step takes long enough for few repetitions; more batches tell more. They are spread over passes, so that
+another program which has the machine for a moment does not spoil all of a batch's measurements."""
 MARGIN = 1.3
 """More batches are prepared than should fit: what the clock cuts off was not needed."""
 
@@ -94,6 +95,7 @@ def profile_engine(
         budget_s=config.time_budget_s * MARGIN,
         estimate=estimate,
         runs=REPEATS + WARM_UPS + 1,
+        passes=PASSES,
         seed=config.seed,
     )
     return profile(
