@@ -7,6 +7,7 @@ ignored, and where the trace gives its output an identity, the tokens are those 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -162,6 +163,9 @@ def run_trace(engine: Engine, config: Config, trace: Trace, terminal: Terminal) 
         trace, engine.model.config.vocab_size, engine.config.block_size, config.time_scale, config.seed
     )
     warm_up(engine)
+    # What exists by now stays: a collection during the run then looks at what the run itself made, not at all of torch.
+    gc.collect()
+    gc.freeze()
     complete = True
     with terminal.progress() as progress:
         task = progress.add_task("Requests served", total=len(trace))
@@ -171,6 +175,8 @@ def run_trace(engine: Engine, config: Config, trace: Trace, terminal: Terminal) 
         except KeyboardInterrupt:
             served, complete = engine.served, False
             terminal.interrupted = True
+        finally:
+            gc.unfreeze()
     tables = _tables(served, engine)
     summary = summarize(tables, engine.config.num_blocks, slo_of(config))
     write_recording(folder, served, player)

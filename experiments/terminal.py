@@ -43,7 +43,8 @@ class Terminal:
         self._errors.print(f"Note: {text}", markup=False, style="yellow")
 
     def text(self, text: str, style: str = "") -> None:
-        """Somebody's words, as they are: no markup in them is followed."""
+        """Somebody's words: no markup in them is followed, and what steers a terminal is replaced."""
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
         self._out.print(text, markup=False, style=style, soft_wrap=not self._out.is_terminal)
 
     def status(self, text: str) -> AbstractContextManager[Any]:
@@ -61,6 +62,7 @@ class Terminal:
             TimeElapsedColumn(),
             console=self._errors,
             transient=True,
+            refresh_per_second=2,  # drawing takes time from what is being measured
         )
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> None:
