@@ -239,12 +239,12 @@ class TorchExecutor:
 
     def _run(self, job: _Job) -> StepOutcome:
         rows, states = job.rows, job.states
-        tokens = np.concatenate([state.slice(row.start, row.count) for row, state in zip(rows, states, strict=True)])
+        tokens = np.concatenate([state.slice(row.start, row.num) for row, state in zip(rows, states, strict=True)])
         sampling = [(row, state) for row, state in zip(rows, states, strict=True) if row.samples]
         for row, state in sampling:
-            if row.start + row.count != state.num_tokens and not state.stopped:
+            if row.start + row.num != state.num_tokens and not state.stopped:
                 raise InvariantError(
-                    f"step {job.seq} samples token {row.start + row.count} of request {row.request}, "
+                    f"step {job.seq} samples token {row.start + row.num} of request {row.request}, "
                     f"which has {state.num_tokens} tokens"
                 )
         logits = self.runner.run(rows, tokens)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from engine.core.records import Recorder
 from engine.exec.engine import Engine, EngineArgs, EngineRequest, ListSource
@@ -16,7 +17,8 @@ from engine.models.errors import OptionError
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
 
-class CompletionOutput(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
     """One generated text."""
 
     index: int
@@ -30,7 +32,8 @@ class CompletionOutput(NamedTuple):
     """The stop string or stop token id that ended it; None for an end-of-sequence token or the length."""
 
 
-class RequestOutput(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
     """What became of one prompt."""
 
     request_id: str

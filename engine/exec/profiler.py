@@ -107,7 +107,8 @@ class _Prepared:
             )
         blocks = random.permutation(config.num_blocks)[: sum(needed)].tolist()
         self._tables: dict[int, list[BlockId]] = {}
-        decodes, prefills = [], []
+        decodes: list[PlanItem] = []
+        prefills: list[PlanItem] = []
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
         self.requests = range(first_request, first_request + len(batch.rows))
         for request, (new, cached), count in zip(self.requests, batch.rows, needed, strict=True):

@@ -17,14 +17,14 @@ __all__ = ["ModelRunner", "Row"]
 
 
 class Row(NamedTuple):
-    """`count` new tokens of one request, behind `start` tokens whose KV is in the pages of `table`."""
+    """`num` new tokens of one request, behind `start` tokens whose KV is in the pages of `table`."""
 
     request: int
     start: int
-    count: int
+    num: int
     samples: bool
     table: np.ndarray
-    """int64[>= pages of start + count tokens]"""
+    """int64[>= pages of start + num tokens]"""
 
 
 class ModelRunner:
@@ -36,8 +36,8 @@ class ModelRunner:
 
     def order(self, rows: Sequence[Row]) -> list[Row]:
         """The order in which `run` wants rows: one-token rows by falling context (little padding), then chunks."""
-        decodes = sorted((row for row in rows if row.count == 1), key=lambda row: -row.start)
-        return decodes + [row for row in rows if row.count > 1]
+        decodes = sorted((row for row in rows if row.num == 1), key=lambda row: -row.start)
+        return decodes + [row for row in rows if row.num > 1]
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], tokens: np.ndarray) -> Tensor:
@@ -45,13 +45,13 @@ class ModelRunner:
 
         Writes the KV of all new tokens to the rows' pages.
         """
-        decodes = [(row.start, row.table) for row in rows if row.count == 1]
-        chunks = [(row.start, row.count, row.table) for row in rows if row.count > 1]
+        decodes = [(row.start, row.table) for row in rows if row.num == 1]
+        chunks = [(row.start, row.num, row.table) for row in rows if row.num > 1]
         layout = layout_step(decodes, chunks, self.cache.block_size, self.cache.padding_block)
         hidden = self.decoder.forward(torch.from_numpy(tokens), layout, self.cache)
         last, wanted = -1, []
         for row in rows:
-            last += row.count
+            last += row.num
             if row.samples:
                 wanted.append(last)
         if len(wanted) != hidden.shape[0]:

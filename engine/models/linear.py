@@ -38,12 +38,13 @@ class Linear:
         if self._turned is not None:
             return x @ self._turned if self.bias is None else torch.addmm(self.bias, x, self._turned)
         if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            return result
         assert self._plain is not None
         return F.linear(x, self._plain, self.bias)
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
