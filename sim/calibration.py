@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,11 @@ class _Batches:
         medians = np.array([np.median(self.time[group == i]) for i in range(len(first))])
         kept = self.take(first)
         return _Batches(kept.n, kept.rows, kept.decodes, kept.context, kept.work, kept.longest, medians, kept.order)
+
+    def padded(self, buckets: tuple[int, ...]) -> _Batches:
+        """n as the engine computes it, padded up to the sizes of its graphs."""
+        n = [buckets[bisect_left(buckets, size)] if buckets and size <= buckets[-1] else size for size in self.n]
+        return replace(self, n=np.array(n, dtype=float))
 
     def regimes(self) -> dict[str, np.ndarray]:
         """Masks of batches with decodes only, prefills only, and both."""
@@ -322,7 +328,8 @@ class Calibration:
     batches: int
     profile_digest: str
     about: dict[str, Any]
-    """What the profile says about itself: dtype, threads, block size, versions, date."""
+    """What the profile says about itself: dtype, threads, block size, versions, date; `graph_sizes` are the numbers of
+    tokens that the engine pads up to, where it does."""
 
     @property
     def band(self) -> float:
@@ -340,14 +347,16 @@ class Calibration:
 
     def step_time(self) -> StepTime:
         """The fitted model."""
-        return StepTime.from_coefficients(self.coefficients, label=self.label())
+        return StepTime.from_coefficients(self.coefficients, label=self.label(), buckets=_graph_sizes(self.about))
 
     def band_models(self, refits: int | None = None) -> dict[str, StepTime]:
         """Models whose predictions span the band: `low`, `high`, and up to `refits` bootstrap refits."""
         fitted = self.step_time()
         models = {"low": fitted.scaled(max(0.05, 1.0 - self.band)), "high": fitted.scaled(1.0 + self.band)}
         for i, values in enumerate(self.refits[:refits]):
-            models[f"refit-{i}"] = StepTime.from_coefficients(values, label=f"{fitted.label}, refit {i}")
+            models[f"refit-{i}"] = StepTime.from_coefficients(
+                values, label=f"{fitted.label}, refit {i}", buckets=fitted.buckets
+            )
         return models
 
     def check_model(self, name: str) -> None:
@@ -380,6 +389,9 @@ def calibrate(profile: str | Path | pd.DataFrame, about: Mapping[str, Any] | Non
         content = frame.to_csv(index=False).encode()
         found.setdefault("digest", hashlib.sha256(content).hexdigest())
     everything, kinds = _batches(frame)
+    buckets = _graph_sizes(found)
+    hull = _hull(everything.take(~np.isin(kinds, _HELD_OUT)))
+    everything = everything.padded(buckets)
     fitted = everything.take(~np.isin(kinds, _HELD_OUT)).merged()
     regimes = fitted.regimes()
     if len(fitted) < LEAST_BATCHES or any(regimes[name].sum() < FOLDS for name in ("decode", "prefill")):
@@ -405,7 +417,7 @@ def calibrate(profile: str | Path | pd.DataFrame, about: Mapping[str, Any] | Non
         device=device,
         coefficients=coefficients,
         errors=errors,
-        hull=_hull(fitted),
+        hull=hull,
         drift=_drift(everything.take(kinds == "anchor")),
         refits=refits,
         batches=len(fitted),
@@ -427,6 +439,13 @@ def _choose(batches: _Batches, turns: Sequence[float]) -> tuple[float, bool, np.
     with_rows = best[True][0] < ROWS_GAIN**2 * best[False][0]
     _, turn, predicted = best[with_rows]
     return turn, with_rows, predicted
+
+
+def _graph_sizes(about: Mapping[str, Any]) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(size) for size in about.get("graph_sizes") or ()}))
+    except (TypeError, ValueError) as error:
+        raise CalibrationError(f"graph_sizes must be a list of sizes, not {about['graph_sizes']!r}.") from error
 
 
 def _hull(batches: _Batches) -> Hull:

@@ -127,6 +127,19 @@ def test_the_reported_bias_is_held_out() -> None:
     assert errors.mape > 0.005
 
 
+def test_padding_to_graph_sizes_is_part_of_the_fit() -> None:
+    """Of an engine that pads its steps, told of the sizes, the fit is exact; the calibrated model pads as it does."""
+    sizes = [1, 2, 4, 8, *range(16, 257, 16)]
+    padding = StepTime(**PLANTED.coefficients(), buckets=tuple(sizes))
+    fitted = calibrate(profile(padding), ABOUT | {"graph_sizes": sizes})
+    assert fitted.errors["all"].mape < 1e-3
+    assert calibrate(profile(padding), ABOUT).errors["all"].mape > 1e-3
+    batch = BatchShape.from_rows([(1, 300)] * 33)
+    assert fitted.step_time().duration(batch) == pytest.approx(padding.duration(batch), rel=2e-3)
+    with pytest.raises(CalibrationError, match="graph_sizes"):
+        calibrate(profile(padding), ABOUT | {"graph_sizes": "many"})
+
+
 def test_a_few_disturbed_batches_hardly_move_the_fit() -> None:
     """When another program makes one batch in twelve two to four times slower, predictions stay within 3 %."""
     frame = profile(PLANTED, noise=0.02)
