@@ -1,17 +1,18 @@
 """What a step takes on this machine: batches of given shapes through the executor that serves, timed, into a file.
 
-The time of a batch is the wall clock between the outputs of consecutive equal steps, as in service: it holds reading
-the plan, the forward pass, sampling and bookkeeping. Contents are random; only shapes matter.
+The time of a batch is the wall clock between the outputs of consecutive equal steps, as in service: it holds
+scheduling, reading the plan, the forward pass, sampling and records. Contents are random; only shapes matter.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from engine.core.types import BlockId, PlanItem, StepPlan
+from engine.core.drive import Add, drive
+from engine.core.errors import InvariantError
+from engine.core.identity import TokenIdentity
+from engine.core.records import Recorder
+from engine.core.scheduler import Scheduler
+from engine.core.types import BlockId, PlanItem, PlanView, RequestSpec, StepOutcome, StepPlan
 from engine.exec.engine import Engine
 from engine.exec.executor import RequestState, TorchExecutor
 from engine.exec.sampler import Logprob, SamplingParams
@@ -180,6 +186,82 @@ def profile(
     return len(rows)
 
 
+class _Stand:
+    """The executor for a scheduler that only keeps the loop's pace: it runs the prepared plans instead of the given.
+
+    So a timed step holds what the loop does between two steps in service: scheduling as many rows, completing them and
+    recording both. The scheduler's rows are decodes, whatever the prepared ones are.
+    """
+
+    def __init__(self, executor: TorchExecutor, plans: Sequence[_Prepared], rows: int) -> None:
+        self._executor = executor
+        self._plans = plans
+        self._tokens = dict.fromkeys(range(rows), 0)
+        self._submitted = 0
+        self.ends: list[int] = []
+
+    def submit(self, plan: StepPlan, view: PlanView, now: int) -> None:
+        prepared = self._plans[min(self._submitted, len(self._plans) - 1)]
+        self._submitted += 1
+        self._executor.submit(prepared.plan, prepared, now)
+
+    def collect(self) -> StepOutcome:
+        outcome = self._executor.collect()
+        self.ends.append(outcome.end)
+        return StepOutcome(outcome.end, self._tokens)
+
+    def drain(self) -> None:
+        while len(self.ends) < self._submitted:
+            self.ends.append(self._executor.collect().end)
+
+
+def _loop(engine: Engine, stand: _Stand, rows: int, steps: int) -> Iterator[None]:
+    """The serving loop over `rows` requests of `steps` tokens each; yields after every completed step."""
+    size = engine.config.block_size
+    config = dataclasses.replace(
+        engine.config,
+        num_blocks=rows * -(-(steps + 2) // size),
+        max_model_len=steps + 2,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(rows, engine.config.max_num_batched_tokens),
+    )
+    scheduler = Scheduler(config)
+    inbox = _Once([Add(RequestSpec(0, 1, steps, TokenIdentity([row], size)), row) for row in range(rows)])
+    loop = drive(scheduler, stand, inbox, Recorder(scheduler), engine.clock())
+    next(loop)
+    try:
+        while True:
+            yield
+            loop.send(engine.clock())
+    except StopIteration:
+        return
+    finally:
+        loop.close()
+
+
+class _Once:
+    """An inbox whose requests are all there at the start."""
+
+    def __init__(self, commands: list[Add]) -> None:
+        self._commands = commands
+
+    def drain(self, now: int) -> list[Add]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    def accepted(self, row: int, request: int) -> None:
+        pass
+
+    def rejected(self, row: int, reason: str, now: int) -> None:
+        raise InvariantError(f"the profiler's own request {row} was rejected: {reason}")
+
+    def next_ns(self) -> int | None:
+        return None
+
+    def is_open(self) -> bool:
+        return False
+
+
 def _run_repeatedly(
     engine: Engine,
     executor: TorchExecutor,
@@ -191,25 +273,18 @@ def _run_repeatedly(
 ) -> list[int]:
     """ns between consecutive outputs of the batch, warm-ups left out."""
     prepared = _Prepared(batch, engine, executor, 0, seed)
-    ends: list[int] = []
-    began = engine.clock()
-    in_flight = 0
-    depth = engine.config.steps_in_flight
-    total = warm_ups + repeats
+    rows = len(batch.rows)
+    stand = _Stand(executor, [prepared], rows)
     # The first end only opens the first interval.
-    while len(ends) < total + 1:
-        while in_flight < min(depth, total + 1 - len(ends)):
-            executor.submit(prepared.plan, prepared, engine.clock())
-            in_flight += 1
-        ends.append(executor.collect().end)
-        in_flight -= 1
+    total = warm_ups + repeats + 1
+    began = engine.clock()
+    for _ in _loop(engine, stand, rows, total):
         late = engine.clock() - began > limit_s * 1e9
-        if late and len(ends) > min(warm_ups, 1) + _LEAST_REPEATS:
+        if late and len(stand.ends) > min(warm_ups, 1) + _LEAST_REPEATS:
             break
-    for _ in range(in_flight):
-        executor.collect()
+    stand.drain()
     prepared.release(executor)
-    times = [after - before for before, after in pairwise(ends)]
+    times = [after - before for before, after in pairwise(stand.ends)]
     skipped = warm_ups if len(times) >= warm_ups + _LEAST_REPEATS else min(warm_ups, 1)
     return times[skipped:]
 
@@ -218,22 +293,18 @@ def _run_back_to_back(
     engine: Engine, executor: TorchExecutor, batches: Sequence[ProfileBatch], seed: int
 ) -> list[list[int]]:
     """One time for each batch; the first of them runs once more beforehand, to be compared like with like."""
-    prepared = []
+    plans = []
     first_request = 0
     for index, batch in enumerate([batches[0], *batches]):
-        prepared.append(_Prepared(batch, engine, executor, first_request, seed + index))
+        plans.append(_Prepared(batch, engine, executor, first_request, seed + index))
         first_request += len(batch.rows)
-    ends: list[int] = []
-    depth = engine.config.steps_in_flight
-    submitted = 0
-    while len(ends) < len(prepared):
-        while submitted < min(len(prepared), len(ends) + depth):
-            executor.submit(prepared[submitted].plan, prepared[submitted], engine.clock())
-            submitted += 1
-        ends.append(executor.collect().end)
-    for one in prepared:
+    rows = round(sum(len(batch.rows) for batch in batches) / len(batches))
+    stand = _Stand(executor, plans, rows)
+    for _ in _loop(engine, stand, rows, len(plans)):
+        pass
+    for one in plans:
         one.release(executor)
-    return [[after - before] for before, after in pairwise(ends)]
+    return [[after - before] for before, after in pairwise(stand.ends)]
 
 
 def _check(engine: Engine, batches: Sequence[ProfileBatch]) -> None:
