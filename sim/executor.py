@@ -9,16 +9,12 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 from engine.core.types import NO_LIMIT, Finish, PlanView, StepOutcome, StepPlan
 from sim.errors import SimError
 from sim.steptime import BatchShape, StepTime
 
 __all__ = ["SimExecutor", "shape_of"]
-
-_SHORT_RUN = 12
-"""Up to so many steps, plain Python is faster than numpy."""
 
 
 class SimExecutor:
@@ -79,19 +75,11 @@ class SimExecutor:
         return heap[0] - oldest if heap else NO_LIMIT
 
     def preview(self, turns: int) -> Sequence[int]:
-        newest = self._flight[-1][0]
+        newest, last, _ = self._flight[-1]
         rows = newest.decodes.num
-        context = newest.decodes.context_tokens
+        context = newest.decodes.context_tokens + rows
         ends = [end for _, end, _ in self._flight]
-        model = self._model
-        if turns <= _SHORT_RUN:
-            end = ends[-1]
-            for i in range(1, turns + 1):
-                end += model.duration(BatchShape(rows, rows, context + i * rows, 0, rows), newest.seq + i)
-                ends.append(end)
-        else:
-            durations = model.durations(BatchShape(rows, rows, context + rows, 0, rows), turns, newest.seq + 1)
-            ends += list(accumulate(durations.tolist(), initial=ends[-1]))[1:]
+        ends += self._model.decode_ends(rows, context, turns, newest.seq + 1, last)
         self._preview = ends
         return ends[:turns]
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,8 @@ __all__ = [
 
 ROOFLINE_LABEL = "roofline, not calibrated: 4 to 27 % off"
 
+_SHORT_RUN = 40
+"""Up to so many steps, plain Python is faster than numpy."""
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 
@@ -215,6 +218,31 @@ class StepTime:
             times *= noise_factors(self.seed, step, k, self.noise)
         rounded: np.ndarray = np.maximum((times + 0.5).astype(np.int64), 1)
         return rounded
+
+    def decode_ends(self, rows: int, context: int, k: int, step: int, start: int) -> list[int]:
+        """When k consecutive steps of `rows` decodes end, from `start` ns on; `context` is K of the first of them.
+
+        The same as adding up `durations`, only quicker where k is small.
+        """
+        if k > _SHORT_RUN or self.noise:
+            times = self.durations(BatchShape(rows, rows, context, 0, rows), k, step)
+            return list(accumulate(times.tolist(), initial=start))[1:]
+        base = self.tokens_ns(rows) + self.row * rows
+        slope = self.context
+        cpu = self.cpu_step + self.cpu_row * rows
+        overlap = self.overlap
+        ends = []
+        end = start
+        for _ in range(k):
+            time = base + slope * context
+            if not overlap:
+                time += cpu
+            elif cpu > time:
+                time = cpu
+            end += int(time + 0.5) or 1
+            ends.append(end)
+            context += rows
+        return ends
 
     def scaled(self, factor: float) -> StepTime:
         """The same model with every step `factor` times as long."""

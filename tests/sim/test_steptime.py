@@ -74,6 +74,15 @@ def test_a_run_is_its_single_steps_to_the_bit(model: StepTime, batch: BatchShape
     assert model.durations(batch, 1, step=first).tolist() == single[:1]
 
 
+@given(models(), st.integers(1, 300), st.integers(0, 10_000_000), st.integers(1, 90), st.integers(0, 10**6))
+def test_ends_of_decode_steps_are_their_durations_added_up(
+    model: StepTime, rows: int, context: int, k: int, first: int
+) -> None:
+    """The quick way to the ends of a run of decodes gives the ends of the steps, to the nanosecond."""
+    durations = model.durations(BatchShape(rows, rows, context, 0, rows), k, step=first)
+    assert model.decode_ends(rows, context, k, first, 12345) == (12345 + np.cumsum(durations)).tolist()
+
+
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 1000)), min_size=1, max_size=30))
 def test_shape_counts_what_its_rows_do(rows: list[tuple[int, int]]) -> None:
     """n, K, F and P of a batch equal a count over every single token of every row."""
