@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.core.errors import InvariantError
@@ -25,8 +25,8 @@ class PrefixIndex(Protocol):
         """`block` holds (or will, once its step has run) the content named by `key`."""
         ...
 
-    def remove(self, block: BlockId) -> bool:
-        """`block` is going to hold something else. Returns whether it was listed."""
+    def remove(self, blocks: Sequence[BlockId]) -> int:
+        """These blocks are going to hold something else. Returns how many of them were listed."""
         ...
 
 
@@ -70,21 +70,25 @@ class HashIndex:
         else:
             self._first[key] = block
 
-    def remove(self, block: BlockId) -> bool:
-        key = self._key_of.pop(block, None)
-        if key is None:
-            return False
-        del self._parent_of[block]
-        more = self._more.get(key)
-        if more is None:
-            del self._first[key]
-        elif self._first[key] == block:
-            self._first[key] = more.pop(0)
-        else:
-            more.remove(block)
-        if more is not None and not more:
-            del self._more[key]
-        return True
+    def remove(self, blocks: Sequence[BlockId]) -> int:
+        key_of = self._key_of
+        if not key_of:
+            return 0
+        listed = [block for block in blocks if block in key_of]
+        for block in listed:
+            key = key_of.pop(block)
+            del self._parent_of[block]
+            more = self._more.get(key)
+            if more is None:
+                del self._first[key]
+                continue
+            if self._first[key] == block:
+                self._first[key] = more.pop(0)
+            else:
+                more.remove(block)
+            if not more:
+                del self._more[key]
+        return len(listed)
 
     def key_of(self, block: BlockId) -> BlockHash | None:
         return self._key_of.get(block)

@@ -123,9 +123,10 @@ class BlockManager:
             if ended:
                 if request.published < request.shared_blocks:
                     self._insert(request, min(stop, request.shared_blocks))
-                for i in range(request.published, stop):
-                    self.pool.keep(table[i])
-                    self.num_dead += 1
+                if request.published < stop:
+                    dead = table[request.published : stop]
+                    self.pool.keep(dead)
+                    self.num_dead += len(dead)
             else:
                 self._insert(request, stop)
         table.reverse()
@@ -140,20 +141,17 @@ class BlockManager:
             return
         parent = request.block_key(start - 1) if start else None
         insert = self.index.insert
-        keep = self.pool.keep
         for i in range(start, stop):
             key = request.block_key(i)
-            block = request.table[i]
-            insert(key, parent, block)
-            keep(block)
+            insert(key, parent, request.table[i])
             parent = key
+        self.pool.keep(request.table[start:stop])
         request.published = stop
 
     def _take(self, num: int) -> list[BlockId]:
         blocks, evicted = self.pool.take(num)
-        for block in evicted:
-            if not self.index.remove(block):
-                self.num_dead -= 1
+        if evicted:
+            self.num_dead -= len(evicted) - self.index.remove(evicted)
         if self.taken is not None:
             self.taken.extend(blocks)
         return blocks

@@ -6,8 +6,8 @@ its content could serve a prefix hit, until the block is given to somebody else.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.errors import InvariantError, NoFreeBlocks
 from engine.core.types import BlockId
@@ -16,7 +16,7 @@ __all__ = ["FREE_ORDERS", "BlankFirst", "BlockPool", "FreeOrder", "SingleQueue"]
 
 
 class FreeOrder:
-    """In which order free blocks are given out. Every operation is O(1) in the number of blocks."""
+    """In which order free blocks are given out. Every operation is O(1) a block, whatever the size of the pool."""
 
     def put(self, blocks: Sequence[BlockId]) -> None:
         """Kept blocks became free, in this order."""
@@ -39,26 +39,75 @@ class FreeOrder:
         raise NotImplementedError
 
 
+class LazyQueue:
+    """A queue of blocks from which one can be taken out of the middle: its entry is skipped when it comes up.
+
+    A block that left and came back has an old entry and a new one, and the old ones come up first; so the number of
+    entries to skip is all that is to be remembered of a block. Entries to skip never outnumber the others for long.
+    """
+
+    def __init__(self, blocks: Iterable[BlockId], num_blocks: int) -> None:
+        self._queue: deque[BlockId] = deque(blocks)
+        self._skip: list[int] = [0] * num_blocks
+        self._num_skip = 0
+
+    def put(self, blocks: Sequence[BlockId]) -> None:
+        self._queue.extend(blocks)
+
+    def pop(self, num: int) -> list[BlockId]:
+        popleft = self._queue.popleft
+        if not self._num_skip:
+            return [popleft() for _ in range(num)]
+        skip = self._skip
+        given: list[BlockId] = []
+        while len(given) < num:
+            block = popleft()
+            if skip[block]:
+                skip[block] -= 1
+                self._num_skip -= 1
+            else:
+                given.append(block)
+        return given
+
+    def remove(self, block: BlockId) -> None:
+        self._skip[block] += 1
+        self._num_skip += 1
+        if 2 * self._num_skip > len(self._queue) + 64:
+            live = self._queue
+            self._queue = deque()
+            for entry in live:
+                if self._skip[entry]:
+                    self._skip[entry] -= 1
+                else:
+                    self._queue.append(entry)
+            self._num_skip = 0
+
+    def __iter__(self) -> Iterator[BlockId]:
+        skip = list(self._skip)
+        for block in self._queue:
+            if skip[block]:
+                skip[block] -= 1
+            else:
+                yield block
+
+
 class SingleQueue(FreeOrder):
     """One queue: whatever becomes free goes to its tail. vLLM up to 0.19."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._queue: OrderedDict[BlockId, None] = OrderedDict.fromkeys(BlockId(i) for i in range(num_blocks))
+        self._queue = LazyQueue((BlockId(i) for i in range(num_blocks)), num_blocks)
 
     def put(self, blocks: Sequence[BlockId]) -> None:
-        queue = self._queue
-        for block in blocks:
-            queue[block] = None
+        self._queue.put(blocks)
 
     def put_blank(self, blocks: Sequence[BlockId]) -> None:
-        self.put(blocks)
+        self._queue.put(blocks)
 
     def pop(self, num: int) -> list[BlockId]:
-        popitem = self._queue.popitem
-        return [popitem(False)[0] for _ in range(num)]
+        return self._queue.pop(num)
 
     def remove(self, block: BlockId) -> None:
-        del self._queue[block]
+        self._queue.remove(block)
 
     def __iter__(self) -> Iterator[BlockId]:
         return iter(self._queue)
@@ -72,32 +121,29 @@ class BlankFirst(FreeOrder):
 
     def __init__(self, num_blocks: int) -> None:
         self._blank: list[BlockId] = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
-        self._kept: OrderedDict[BlockId, None] = OrderedDict()
+        self._kept = LazyQueue((), num_blocks)
 
     def put(self, blocks: Sequence[BlockId]) -> None:
-        kept = self._kept
-        for block in blocks:
-            kept[block] = None
+        self._kept.put(blocks)
 
     def put_blank(self, blocks: Sequence[BlockId]) -> None:
         self._blank.extend(reversed(blocks))
 
     def pop(self, num: int) -> list[BlockId]:
         blank = self._blank
-        if num <= len(blank):
-            if num == 1:
-                return [blank.pop()]
-            given = blank[: -num - 1 : -1]
-            del blank[len(blank) - num :]
+        if num > len(blank):
+            given = blank[::-1]
+            blank.clear()
+            given.extend(self._kept.pop(num - len(given)))
             return given
-        given = blank[::-1]
-        blank.clear()
-        popitem = self._kept.popitem
-        given.extend([popitem(False)[0] for _ in range(num - len(given))])
+        if num == 1:
+            return [blank.pop()]
+        given = blank[: -num - 1 : -1]
+        del blank[len(blank) - num :]
         return given
 
     def remove(self, block: BlockId) -> None:
-        del self._kept[block]
+        self._kept.remove(block)
 
     def __iter__(self) -> Iterator[BlockId]:
         yield from reversed(self._blank)
@@ -167,30 +213,42 @@ class BlockPool:
         """
         refs = self._refs
         kept = self._kept
-        blank_free: list[BlockId] = []
-        kept_free: list[BlockId] = []
+        counts = [refs[block] for block in blocks]
+        if counts.count(1) == len(blocks) and len(set(blocks)) == len(blocks):
+            freed = blocks
+            for block in blocks:
+                refs[block] = 0
+        else:
+            freed = self._drop_shared(blocks)
+        kept_free = [block for block in freed if kept[block]]
+        self.num_free += len(freed)
+        self.num_kept_free += len(kept_free)
+        if len(kept_free) < len(freed):
+            self._order.put_blank([block for block in freed if not kept[block]])
+        if kept_free:
+            self._order.put(kept_free)
+
+    def _drop_shared(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """Count down one by one; returns those that became free."""
+        refs = self._refs
+        freed = []
         for block in blocks:
             count = refs[block]
             if count <= 0:
                 raise InvariantError(f"a reference to block {block} is dropped, but nobody holds one")
             refs[block] = count - 1
             if count == 1:
-                if kept[block]:
-                    kept_free.append(block)
-                else:
-                    blank_free.append(block)
-        self.num_free += len(kept_free) + len(blank_free)
-        self.num_kept_free += len(kept_free)
-        if blank_free:
-            self._order.put_blank(blank_free)
-        if kept_free:
-            self._order.put(kept_free)
+                freed.append(block)
+        return freed
 
-    def keep(self, block: BlockId) -> None:
-        """The content of a block in use is worth keeping when it becomes free."""
-        if self._refs[block] == 0:
-            raise InvariantError(f"block {block} is free and cannot be marked as kept")
-        self._kept[block] = 1
+    def keep(self, blocks: Sequence[BlockId]) -> None:
+        """The content of these blocks, which are in use, is worth keeping when they become free."""
+        refs = self._refs
+        kept = self._kept
+        for block in blocks:
+            if refs[block] == 0:
+                raise InvariantError(f"block {block} is free and cannot be marked as kept")
+            kept[block] = 1
 
     def refs(self, block: BlockId) -> int:
         return self._refs[block]
