@@ -4,8 +4,8 @@ Text from the engine; a profile of this machine and its calibration; a small wor
 memory pressure to preempt; three real runs of it and the simulation, interleaved with the profile, so that all of them
 see the machine over the same minutes. The workload is as long as the machine can serve in the time.
 
-It is a closed loop: as many clients as there are, each asking again once it has its answer. With arrivals at given times
-near capacity, a step time that is 1 % off moves the queueing delay by several percent, and so does the noise of a laptop;
+It is a closed loop: a few clients, each asking again once it has its answer. With arrivals at given times near
+capacity, a step time that is 1 % off moves the queueing delay by several percent, and so does the noise of a laptop:
 half a minute of such a workload would compare two accidents.
 """
 

@@ -7,6 +7,7 @@ ExperimentError
 
 from __future__ import annotations
 
+import re
 import sys
 
 __all__ = ["ExperimentError", "ResultsError", "UsageError", "one_sentence"]
@@ -51,5 +52,17 @@ def one_sentence(error: BaseException) -> str | None:
             bases.append(base)
     if isinstance(error, tuple(bases)):
         text = " ".join(str(error).split())
+        if not isinstance(error, ExperimentError):
+            text = _with_flags(text)
         return text if text.endswith((".", "?", "!")) else text + "."
     return None
+
+
+def _with_flags(text: str) -> str:
+    """The other packages know options by their names in Python; here they are called as on the command line."""
+    from experiments.config import options
+
+    for option in options().values():
+        if "_" in option.name:
+            text = re.sub(rf"(?<![\w./-]){option.name}(?![\w./])", option.flag, text)
+    return text

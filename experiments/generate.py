@@ -33,6 +33,8 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
         name = llm.engine.model.name
     finally:
         llm.close()
+    if all(not output.outputs for output in outputs):
+        raise UsageError(f"No prompt can be answered; the first was rejected: {outputs[0].error}.")
     for prompt, output in zip(prompts, outputs, strict=True):
         terminal.text(prompt, "dim")
         terminal.text(output.outputs[0].text.strip() if output.outputs else f"Rejected: {output.error}.")

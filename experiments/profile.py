@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["execute", "profile_engine", "spec_of_engine", "trace_like"]
 
 SATURATED_REQUESTS = 160
-REPEATS, WARM_UPS, PASSES = 2, 1, 3
+REPEATS, WARM_UPS = 2, 1
 """A CPU's step takes long enough for few repetitions; more batches tell more. They are spread over passes, so that
 another program which has the machine for a moment does not spoil all of a batch's measurements."""
+PLANS = ((3, 1.0), (2, 1.0), (1, 1.0), (1, 2.0), (1, 4.0), (1, 8.0))
+"""(passes, factor on the time), in the order of preference."""
+LEAST = {"decode": 12, "prefill": 7, "mixed": 10}
+"""Different batches without which a fit means little."""
 MARGIN = 1.3
 """More batches are prepared than should fit: what the clock cuts off was not needed."""
 
@@ -89,15 +94,7 @@ def profile_engine(
     if scale is None:
         scale = _probe(engine, limits, guess)
     estimate = guess.scaled(scale)
-    batches = sweep(
-        limits,
-        trace_like=trace_like(limits, estimate, seed=config.seed),
-        budget_s=config.time_budget_s * MARGIN,
-        estimate=estimate,
-        runs=REPEATS + WARM_UPS + 1,
-        passes=PASSES,
-        seed=config.seed,
-    )
+    batches = _planned(limits, estimate, config)
     return profile(
         engine,
         batches,
@@ -109,6 +106,26 @@ def profile_engine(
         about={"speed_scale": scale},
         on_batch=on_batch,
     )
+
+
+def _planned(limits: Limits, estimate: StepTime, config: Config) -> list[SweepBatch]:
+    """The sweep: as many passes as leave each kind of batch its least number; on a slow machine, more time instead."""
+    like = trace_like(limits, estimate, seed=config.seed)
+    batches: list[SweepBatch] = []
+    for passes, factor in PLANS:
+        batches = sweep(
+            limits,
+            trace_like=like,
+            budget_s=config.time_budget_s * MARGIN * factor,
+            estimate=estimate,
+            runs=REPEATS + WARM_UPS + 1,
+            passes=passes,
+            seed=config.seed,
+        )
+        different = Counter(batch.kind for batch in set(batches))
+        if all(different[kind] >= least for kind, least in LEAST.items()):
+            break
+    return batches
 
 
 def spec_of_engine(engine: Engine) -> ModelSpec:

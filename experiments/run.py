@@ -24,7 +24,7 @@ from experiments.config import Config
 from experiments.engine_options import engine_args
 from experiments.metrics import Tables, summarize
 from experiments.recording import write_recording
-from experiments.serving import slo_of
+from experiments.serving import mind_rejected, slo_of
 from experiments.simulate import show_summary
 from experiments.workload import load_trace
 
@@ -182,6 +182,7 @@ def run_trace(engine: Engine, config: Config, trace: Trace, terminal: Terminal) 
     write_recording(folder, served, player)
     timing = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     results.finish(folder, manifest, tables, summary, timing, complete)
+    mind_rejected(tables.requests, terminal)
     show_summary(summary, terminal, "Real" if complete else "Real, interrupted")
     terminal.note(f"Written to {folder} in {timing['wall_s']:.1f} s.")
     return summary

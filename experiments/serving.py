@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ from experiments.metrics import Slo
 
 if TYPE_CHECKING:
     from engine.core.presets import SchedulerConfig
+    from experiments.terminal import Terminal
 
-__all__ = ["scheduler_config", "scheduler_options", "slo_of"]
+__all__ = ["mind_rejected", "scheduler_config", "scheduler_options", "slo_of"]
 
 
 def scheduler_options(config: Config) -> dict[str, Any]:
@@ -51,6 +53,22 @@ def scheduler_config(config: Config, num_blocks: int, longest: int) -> Scheduler
     return SchedulerConfig(
         num_blocks=num_blocks, max_model_len=config.max_model_len or longest, **scheduler_options(config)
     )
+
+
+def mind_rejected(requests: Mapping[str, Any], terminal: Terminal) -> None:
+    """Says which requests could never be served, as far as the first of them.
+
+    Raises:
+        UsageError: no request at all could.
+    """
+    refused = [i for i, outcome in enumerate(requests["outcome"]) if outcome == "rejected"]
+    if not refused:
+        return
+    first = f"request {requests['row'][refused[0]]} of the trace was rejected: {requests['reason'][refused[0]]}"
+    if len(refused) == len(requests["outcome"]):
+        raise UsageError(f"No request can be served; {first}.")
+    count = len(refused)
+    terminal.warn(f"{count:,} request{'s' if count > 1 else ''} can never be served; {first}.")
 
 
 def slo_of(config: Config) -> Slo:

@@ -17,7 +17,7 @@ from experiments import results
 from experiments.config import Config
 from experiments.errors import UsageError
 from experiments.metrics import Tables, summarize
-from experiments.serving import scheduler_config, slo_of
+from experiments.serving import mind_rejected, scheduler_config, slo_of
 from experiments.workload import load_trace
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     results.write_json(folder / "prediction.json", prediction.about)
     timing = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     results.finish(folder, manifest, prediction.tables, prediction.summary, timing)
+    mind_rejected(prediction.tables.requests, terminal)
     show(prediction, terminal)
     terminal.note(f"Written to {folder} in {timing['wall_s']:.1f} s.")
     return prediction.summary
