@@ -24,7 +24,7 @@ from engine.core import (
     TokenIdentity,
 )
 from engine.core.drive import Abort, Add, drive
-from engine.core.records import Recorder
+from engine.core.records import DecisionLog, Recorder
 from engine.core.scheduler import Horizon
 
 __all__ = [
@@ -181,6 +181,8 @@ class Played:
     preemptions: int
     hits: int
     turns: int
+    preempted: dict[int, int]
+    """How often each job was preempted."""
 
 
 def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
@@ -193,7 +195,10 @@ def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
     id_of: dict[int, int] = {}
     finished: dict[int, str] = {}
     flight: deque[StepPlan] = deque()
-    turn = preemptions = hits = 0
+    turn = hits = 0
+    preempted: Counter[int] = Counter()
+    order: dict[int, tuple[int, ...]] = {}
+    """The place of each request, by what its sender said."""
     bound = 50 + 40 * sum(len(full_prompt(jobs, i)) + job.cap for i, job in enumerate(jobs)) + max(j.at for j in jobs)
 
     def abort(in_flight: bool) -> None:
@@ -213,12 +218,14 @@ def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
             id_of[i] = scheduler.add(spec, turn)
             root = 10_000 + i if jobs[i].private else int.from_bytes(jobs[i].salt + b"\0", "little")
             shadow.register(id_of[i], i, prompt, root)
+            priority = jobs[i].priority if config.scheduling_policy == "priority" else 0
+            order[id_of[i]] = (priority, turn, id_of[i])
         abort(in_flight=False)
-        before = set(scheduler._running)
         plan = scheduler.schedule(turn)
-        preemptions += len(plan.preempted)
+        preempted.update(shadow.job_of[request] for request in plan.preempted)
         if plan.num_rows:
-            _check_plan(plan, scheduler, before)
+            _check_plan(plan, scheduler)
+            _check_order(plan, scheduler, order)
             hits += sum(item.start for item in plan.prefills if item.request in plan.admitted)
             shadow.submit(plan, scheduler, turn)
             flight.append(plan)
@@ -249,10 +256,10 @@ def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
         outputs[i] = shadow.tokens[id][shadow.prompt_len[id] :]
         if finished[i] != "abort":
             assert outputs[i][: jobs[i].out] == [output_token(i, k) for k in range(jobs[i].out)]
-    return Played(outputs, finished, preemptions, hits, turn)
+    return Played(outputs, finished, preempted.total(), hits, turn, preempted)
 
 
-def _check_plan(plan: StepPlan, scheduler: Scheduler, running_before: set[object]) -> None:
+def _check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     config = scheduler.config
     assert plan.num_tokens <= config.max_num_batched_tokens
     assert plan.num_rows <= config.max_num_seqs
@@ -263,6 +270,21 @@ def _check_plan(plan: StepPlan, scheduler: Scheduler, running_before: set[object
     assert plan.decodes.context_tokens == sum(row.start for row in plan.decodes.rows())
     for row in rows:
         assert row.start + row.num_tokens <= config.max_model_len
+
+
+def _check_order(plan: StepPlan, scheduler: Scheduler, order: dict[int, tuple[int, ...]]) -> None:
+    """Rows, admissions and victims follow the policy's order, which preemption does not change."""
+    placed = [order[row.request] for row in scheduler.scheduled_order(plan)]
+    running = placed[: len(placed) - len(plan.admitted)]
+    admitted = [order[request] for request in plan.admitted]
+    waiting = [order[request.id] for request in scheduler._waiting.ordered()]
+    assert running == sorted(running), "running requests are not placed in order"
+    assert admitted == sorted(admitted) == placed[len(running) :], "requests are not admitted in order"
+    assert waiting == sorted(waiting), "waiting requests are not queued in order"
+    assert not admitted or not waiting or admitted[-1] < waiting[0], "a waiting request was overtaken"
+    victims = [order[request] for request in plan.preempted]
+    assert victims == sorted(victims, reverse=True), "the last in order is not preempted first"
+    assert not victims or not running or running[-1] < victims[-1], "a request behind the victim was spared"
 
 
 class ListInbox:
@@ -432,9 +454,12 @@ class Simulated:
     """How often each term of the horizon was the binding one."""
     runs: list[int]
     """Lengths of the runs that were fast-forwarded."""
+    log: DecisionLog | None = None
 
 
-def simulate(case: Case, fast_forward: bool, scheduler_type: type[Scheduler] = Scheduler) -> Simulated:
+def simulate(
+    case: Case, fast_forward: bool, scheduler_type: type[Scheduler] = Scheduler, log_decisions: bool = False
+) -> Simulated:
     """Run a program on the clock."""
     terms: Counter[str] = Counter()
     runs: list[int] = []
@@ -460,6 +485,7 @@ def simulate(case: Case, fast_forward: bool, scheduler_type: type[Scheduler] = S
     inbox = ListInbox(case)
     inbox.executor = executor
     trail: list[tuple[int, int, str]] = []
+    log = DecisionLog(scheduler) if log_decisions else None
 
     def ended(finish: Finish, now: int) -> None:
         row = next(row for row, request in inbox.id_of.items() if request == finish.request)
@@ -478,6 +504,7 @@ def simulate(case: Case, fast_forward: bool, scheduler_type: type[Scheduler] = S
         recorder,
         0,
         fast_forward=fast_forward,
+        log=log,
         on_step=on_step,
         on_abort=lambda finish: ended(finish, inbox.now),
     )
@@ -497,4 +524,4 @@ def simulate(case: Case, fast_forward: bool, scheduler_type: type[Scheduler] = S
             wait = loop.send(now)
     except StopIteration:
         pass
-    return Simulated(scheduler, recorder, trail, dict(terms), runs)
+    return Simulated(scheduler, recorder, trail, dict(terms), runs, log)

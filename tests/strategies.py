@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.core import SchedulerConfig
 
-__all__ = ["cases", "fast_cases"]
+__all__ = ["cases", "fast_cases", "same_jobs_twice"]
 
 
 @st.composite
@@ -79,6 +79,31 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
     if not jobs:
         jobs.append(Job(0, (0,), 1, 1))
     return Case(config, tuple(jobs))
+
+
+@st.composite
+def same_jobs_twice(draw: st.DrawFn) -> tuple[Case, Case]:
+    """The same jobs under two configurations, both of which hold each job alone; often only just."""
+    case = draw(cases(aborts=False))
+    config = case.config
+    longest = max(len(full_prompt(case.jobs, i)) + job.cap - 1 for i, job in enumerate(case.jobs))
+    size = draw(st.sampled_from([1, 2, 3, 4, 7]))
+    seqs = draw(st.integers(1, 6))
+    lookahead = draw(st.sampled_from([0, 0, 0, 2]))
+    tokens = min(longest + lookahead, config.max_model_len)
+    other = replace(
+        config,
+        block_size=size,
+        num_blocks=-(-tokens // size) + draw(st.sampled_from([0, 0, 1, 2, 5, 50])),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=draw(st.integers(seqs, 12)),
+        enable_prefix_caching=draw(st.booleans()),
+        num_lookahead_tokens=lookahead,
+        same_step=draw(st.sampled_from(["share", "off", "defer"])),
+        free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
+        steps_in_flight=draw(st.sampled_from([1, 2])),
+    )
+    return case, replace(case, config=other)
 
 
 @st.composite
