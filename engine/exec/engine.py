@@ -226,7 +226,7 @@ class _Inbox:
     def ended(self, finish: Finish, now: int) -> None:
         state = self._executor.state(finish.request)
         self._executor.forget(finish.request)
-        state.finish()
+        state.finish(finish.num_output_tokens)
         row = self.row_of.pop(finish.request)
         del self._request_of[row]
         self._source.finished(row, state, finish, now)
@@ -324,7 +324,8 @@ class Engine:
 
     def close(self) -> None:
         """Give the memory back. The engine cannot serve afterwards."""
-        del self.runner, self.cache, self.decoder
+        for name in ("runner", "cache", "decoder"):
+            self.__dict__.pop(name, None)
 
     def make_executor(self) -> TorchExecutor:
         """An executor of this engine's model and pool, knowing no request yet; to be closed by the caller."""

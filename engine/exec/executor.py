@@ -38,6 +38,7 @@ class RequestState:
     """One request's tokens and text. Only the step that runs changes it; between steps anybody may read it."""
 
     __slots__ = (
+        "_final",
         "_tokens",
         "detokenizer",
         "key",
@@ -69,8 +70,14 @@ class RequestState:
         self.detokenizer = detokenizer
         self.logprobs: list[dict[int, Logprob]] = []
         self.stopped = False
+        self._final: int | None = None
         self.stop_reason: int | str | None = None
         """The stop string or the entry of stop_token_ids that ended it; None for an end-of-sequence token."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the request takes no further tokens."""
+        return self.stopped or self._final is not None
 
     @property
     def num_outputs(self) -> int:
@@ -78,7 +85,8 @@ class RequestState:
 
     @property
     def output_tokens(self) -> list[int]:
-        tokens: list[int] = self._tokens[self.num_prompt : self.num_tokens].tolist()
+        count = self.num_outputs if self._final is None else self._final
+        tokens: list[int] = self._tokens[self.num_prompt : self.num_prompt + count].tolist()
         return tokens
 
     @property
@@ -110,8 +118,13 @@ class RequestState:
                 self.stopped, self.stop_reason = True, met
         return self.stopped
 
-    def finish(self) -> None:
-        """The output is complete: text that was held back comes out, unless a stop string has cut it."""
+    def finish(self, num_outputs: int) -> None:
+        """The output is complete with this many tokens; a step that still runs the request adds nothing.
+
+        Text that was held back comes out, unless a stop string has cut it.
+        """
+        self._final = num_outputs
+        del self.logprobs[num_outputs:]
         if self.detokenizer is not None and not isinstance(self.stop_reason, str):
             self.detokenizer.flush()
 
@@ -242,7 +255,7 @@ class TorchExecutor:
         tokens = np.concatenate([state.slice(row.start, row.num) for row, state in zip(rows, states, strict=True)])
         sampling = [(row, state) for row, state in zip(rows, states, strict=True) if row.samples]
         for row, state in sampling:
-            if row.start + row.num != state.num_tokens and not state.stopped:
+            if row.start + row.num != state.num_tokens and not state.ended:
                 raise InvariantError(
                     f"step {job.seq} samples token {row.start + row.num} of request {row.request}, "
                     f"which has {state.num_tokens} tokens"
@@ -254,7 +267,7 @@ class TorchExecutor:
             drawn = sample(logits, [state.next_sample() for _, state in sampling])
             for (row, state), token, logprobs in zip(sampling, drawn.tokens, drawn.logprobs, strict=True):
                 sampled[row.request] = token
-                # A request that stopped in the step before may still have had a row in this one.
-                if not state.stopped and state.append(token, logprobs):
+                # A request that has ended meanwhile may still have had a row in this step.
+                if not state.ended and state.append(token, logprobs):
                     finished.append(Finish(row.request, "stop"))
         return StepOutcome(self.clock(), sampled, tuple(finished))

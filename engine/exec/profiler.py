@@ -285,7 +285,7 @@ def _run_repeatedly(
     stand.drain()
     prepared.release(executor)
     times = [after - before for before, after in pairwise(stand.ends)]
-    skipped = warm_ups if len(times) >= warm_ups + _LEAST_REPEATS else min(warm_ups, 1)
+    skipped = warm_ups if len(times) >= warm_ups + min(repeats, _LEAST_REPEATS) else min(warm_ups, 1)
     return times[skipped:]
 
 

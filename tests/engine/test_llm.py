@@ -157,7 +157,7 @@ class TimedSource:
 
     def finished(self, row, state, finish, now):
         self.log.append((finish.reason, row, now))
-        assert finish.num_output_tokens == state.num_outputs
+        assert finish.num_output_tokens == len(state.output_tokens)
 
 
 @pytest.mark.parametrize("two", [False, True])
