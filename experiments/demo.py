@@ -51,7 +51,7 @@ PROMPTS = (
 )
 OPTIONS: dict[str, Any] = {
     "block_size": 16,
-    "num_gpu_blocks_override": 64,
+    "num_gpu_blocks_override": 60,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 256,
     "max_model_len": 512,
@@ -63,8 +63,8 @@ FIRST_PART = 0.6
 RUNS = 3
 RUN_SECONDS = 32.0
 """What one real run should take."""
-LEAST_REQUESTS, MOST_REQUESTS = 16, 400
-CLIENTS = 10
+LEAST_REQUESTS, MOST_REQUESTS = 14, 400
+CLIENTS = 8
 ENOUGH = 0.6
 """Share of the planned batches that a profile must hold to be used again; the clock may have cut off the rest."""
 PROFILE_ATTEMPTS = 4
@@ -246,7 +246,7 @@ def _workload(
             "seed": config.seed,
             "arrival": {"process": "closed-loop", "concurrency": CLIENTS},
             "prompt_tokens": {"dist": "uniform", "low": 16, "high": 112},
-            "output_tokens": {"dist": "uniform", "low": 16, "high": 96},
+            "output_tokens": {"dist": "uniform", "low": 12, "high": 84},
             "prefix": {"num_prefixes": 3, "tokens": {"dist": "fixed", "value": 96}, "share": 0.75},
         }
     )
