@@ -226,6 +226,8 @@ def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
         if plan.num_rows:
             _check_plan(plan, scheduler)
             _check_order(plan, scheduler, order)
+            for row in scheduler.scheduled_order(plan):
+                assert row.epoch == preempted[shadow.job_of[row.request]], "the epoch is not the number of preemptions"
             hits += sum(item.start for item in plan.prefills if item.request in plan.admitted)
             shadow.submit(plan, scheduler, turn)
             flight.append(plan)
@@ -509,9 +511,10 @@ def simulate(
         on_abort=lambda finish: ended(finish, inbox.now),
     )
     now = 0
+    bound = 100 + 100 * sum(len(full_prompt(case.jobs, i)) + job.cap for i, job in enumerate(case.jobs))
     try:
         wait = next(loop)
-        while True:
+        for _ in range(bound):
             arrival = inbox.next_ns()
             if wait.idle:
                 assert arrival is not None, "requests wait, nothing runs, and nothing will come"
@@ -522,6 +525,7 @@ def simulate(
                 assert wait.until is not None
                 now = wait.until
             wait = loop.send(now)
+        raise AssertionError("no end in sight: " + "; ".join(map(repr, scheduler._requests.values())))
     except StopIteration:
         pass
     return Simulated(scheduler, recorder, trail, dict(terms), runs, log)

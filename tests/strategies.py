@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
         scheduling_policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
         steps_in_flight=draw(st.sampled_from([1, 2])),
     )
-    limit = min(capacity - lookahead, config.max_model_len)
+    limit = min(capacity - lookahead + 1, config.max_model_len)  # the last output needs no slot
     jobs: list[Job] = []
     roots = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=2))
     at = 0

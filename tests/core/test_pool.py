@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from engine.core import InvariantError, NoFreeBlocks
-from engine.core.pool import FREE_ORDERS, BlockPool
+from engine.core.pool import FREE_ORDERS, BlockPool, LazyQueue
 from engine.core.types import BlockId
 
 
@@ -165,6 +167,32 @@ def test_a_take_that_fails_changes_nothing(free_order: str) -> None:
         pool.take(3)
     after = (pool.free_order(), [pool.refs(BlockId(i)) for i in range(4)], pool.num_free, pool.num_kept_free)
     assert after == before
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 20])
+def test_a_queue_that_skips_is_a_queue(num_blocks: int) -> None:
+    """Blocks that are taken out of the middle and come back many times are given out in the order of a plain list."""
+    random = Random(num_blocks)
+    queue, plain = LazyQueue(range(num_blocks), num_blocks), list(range(num_blocks))
+    away: list[int] = []
+    for _ in range(3000):
+        what = random.random()
+        if what < 0.45 and plain:
+            block = random.choice(plain)
+            plain.remove(block)
+            queue.remove(BlockId(block))
+            away.append(block)
+        elif what < 0.96 and away:
+            block = away.pop(random.randrange(len(away)))
+            plain.append(block)
+            queue.put([BlockId(block)])
+        elif plain and random.random() < 0.2:
+            num = random.randint(1, len(plain))
+            assert queue.pop(num) == plain[:num]
+            away.extend(plain[:num])
+            del plain[:num]
+        assert list(queue) == plain
+        assert len(queue._queue) <= 2 * num_blocks + 65
 
 
 def test_the_two_orders_differ_where_blocks_are_blank() -> None:
