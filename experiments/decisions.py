@@ -54,7 +54,7 @@ def replay_workload(
     chosen = dict(options)
     known = {f.name for f in fields(SchedulerConfig)}
     chosen.update({k: v for k, v in config.items() if k in known})
-    chosen["num_blocks"] = config["num_gpu_blocks"] - 1  # one of theirs is the null block
+    chosen["num_blocks"] = config["num_gpu_blocks"] - 1  # vLLM's null block
     chosen["steps_in_flight"] = steps_in_flight
     scheduler = Scheduler(SchedulerConfig(**chosen))
     waiting = deque(workload["requests"])

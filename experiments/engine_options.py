@@ -27,6 +27,7 @@ def engine_args(config: Config) -> EngineArgs:
         UsageError: the engine cannot do what an option asks.
         CoreError: an option of the scheduler is out of range, or a policy cannot be loaded.
     """
+    from engine.core.presets import usable_blocks
     from engine.exec.engine import EngineArgs
 
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -40,6 +41,7 @@ def engine_args(config: Config) -> EngineArgs:
             f"--max-num-batched-tokens ({config.max_num_batched_tokens}) must be at least --max-num-seqs "
             f"({config.max_num_seqs}), or some running requests would never get a turn."
         )
+    blocks = config.num_gpu_blocks_override
     return EngineArgs(
         model=config.model,
         load_format=config.load_format,
@@ -48,7 +50,7 @@ def engine_args(config: Config) -> EngineArgs:
         seed=config.seed,
         threads=config.threads,
         max_model_len=config.max_model_len,
-        num_gpu_blocks_override=config.num_gpu_blocks_override,
+        num_gpu_blocks_override=None if blocks is None else usable_blocks(blocks, config.preset),
         async_scheduling=config.async_scheduling,
         **{name: scheduler[name] for name in _SHARED},
     )

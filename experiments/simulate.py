@@ -127,14 +127,16 @@ def step_time_of(config: Config, spec: ModelSpec) -> Basis:
 
 
 def kv_blocks(config: Config, spec: ModelSpec) -> tuple[int, str]:
-    """(how many KV blocks, what was assumed to get there): as named, or what the device's memory holds.
+    """(usable KV blocks, what was assumed to get there): as named, or what the device's memory holds.
 
     Raises:
         UsageError: neither the number nor a device is given.
         SimError: there is no room for any.
     """
+    from engine.core.presets import usable_blocks
+
     if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override, ""
+        return usable_blocks(config.num_gpu_blocks_override, config.preset), ""
     if config.hardware is None:
         raise UsageError(
             "A calibration does not say how much memory there is: give --num-gpu-blocks-override or --hardware."
@@ -153,7 +155,7 @@ def kv_blocks(config: Config, spec: ModelSpec) -> tuple[int, str]:
         config.max_num_batched_tokens,
         config.max_num_seqs,
     )
-    return budget.num_blocks, budget.text()
+    return usable_blocks(budget.num_blocks, config.preset), budget.text()
 
 
 def simulate_trace(

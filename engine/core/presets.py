@@ -8,7 +8,7 @@ from engine.core.errors import ConfigError
 from engine.core.policies import ORDERS, Policy
 from engine.core.pool import FREE_ORDERS
 
-__all__ = ["PRESETS", "SAME_STEP", "SchedulerConfig", "preset"]
+__all__ = ["PRESETS", "SAME_STEP", "SchedulerConfig", "preset", "usable_blocks"]
 
 SAME_STEP = ("share", "off", "defer")
 
@@ -112,3 +112,8 @@ def preset(name: str) -> dict[str, object]:
     if name not in PRESETS:
         raise ConfigError(f"there is no preset {name!r}; choose one of {', '.join(PRESETS)}")
     return dict(PRESETS[name])
+
+
+def usable_blocks(num_blocks: int, preset_name: str | None) -> int:
+    """How many of `num_blocks` KV blocks requests can have: vLLM keeps one of them for itself, the null block."""
+    return num_blocks - 1 if preset_name is not None and preset_name.startswith("vllm-") else num_blocks

@@ -20,7 +20,7 @@ from engine.core import (
     TokenIdentity,
     preset,
 )
-from engine.core.presets import PRESETS
+from engine.core.presets import PRESETS, usable_blocks
 
 BASE: dict[str, Any] = {"num_blocks": 10, "max_model_len": 100, "block_size": 2}
 
@@ -235,3 +235,9 @@ def test_max_num_seqs_bounds_the_running() -> None:
     played = play(Case(config(max_num_seqs=2), jobs))
     assert played.turns == 4  # the third runs in turns 2 and 3, in the place of the first
     assert play(Case(replace(config(), max_num_seqs=1), jobs)).turns == 8
+
+
+def test_a_vllm_preset_keeps_the_null_block() -> None:
+    """Of the 2,588 blocks that vLLM reports, requests can have 2,587; other engines' presets and ours give all."""
+    assert usable_blocks(2588, "vllm-0.19") == usable_blocks(2588, "vllm-v1") == 2587
+    assert usable_blocks(2588, None) == usable_blocks(2588, "other") == 2588
