@@ -58,7 +58,7 @@ class _Recorded:
         turns = read_table(folder / "replay.parquet")
         tokens = read_table(folder / "tokens.parquet")
         self.now = [int(now) for now in turns["now_ns"]]
-        self.steps = [
+        self.steps: list[dict[str, Any]] = [
             {"step": int(turns["step"][i]), **{name: [int(v) for v in turns[name][i]] for name in FIELDS}}
             for i in range(len(self.now))
             if turns["step"][i]
@@ -198,8 +198,8 @@ def compare_steps(recorded: _Recorded, log: DecisionLog) -> list[Difference]:
     differences = []
     names = recorded.recorded_of
     for i in range(max(len(recorded.steps), len(log.steps))):
-        theirs = recorded.steps[i] if i < len(recorded.steps) else {}
-        ours = dict(log.steps[i]) if i < len(log.steps) else {}
+        theirs: dict[str, Any] = recorded.steps[i] if i < len(recorded.steps) else {}
+        ours: dict[str, Any] = dict(log.steps[i]) if i < len(log.steps) else {}
         for field in ("rows", "preempted", "finished"):
             ours[field] = [names[request] for request in ours.get(field, ())]
         for field in FIELDS:
