@@ -65,8 +65,6 @@ RUN_SECONDS = 32.0
 """What one real run should take."""
 LEAST_REQUESTS, MOST_REQUESTS = 14, 400
 CLIENTS = 8
-ENOUGH = 0.6
-"""Share of the planned batches that a profile must hold to be used again; the clock may have cut off the rest."""
 PROFILE_ATTEMPTS = 4
 """Parts of the profile's time that a very slow machine may take until there are enough batches to fit."""
 
@@ -143,14 +141,13 @@ def _texts(llm: LLM, story: _Story, terminal: Terminal) -> None:
 def _twin(engine: Engine, config: Config, out: Path, fresh: bool, story: _Story, terminal: Terminal) -> dict[str, Any]:
     """Profile, calibrate, run, simulate, compare."""
     path = out / "profile.parquet"
-    if fresh:
-        path.unlink(missing_ok=True)
-    reused = _usable(path, engine)
+    reused = not fresh and _usable(path, engine)
     if reused:
         story.notes.append(f"The profile in {path} is of this engine on this machine, so it was used again.")
         terminal.note(story.notes[-1] + " (--fresh profiles anew.)")
-    elif path.exists():
-        path.unlink()
+    else:
+        path.unlink(missing_ok=True)
+        (out / "compare.json").unlink(missing_ok=True)
     calibration = calibrate(path) if reused else _first_calibration(engine, config, path, story, terminal)
     config, trace = _workload(engine, config, calibration, out, terminal)
 
@@ -185,15 +182,16 @@ def _twin(engine: Engine, config: Config, out: Path, fresh: bool, story: _Story,
 
 
 def _usable(path: Path, engine: Engine) -> bool:
-    """Whether `path` holds a finished profile of this engine on this machine."""
+    """Whether `path` holds a profile of this engine on this machine, from a demo that came to its end."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     from engine.exec.profiler import METADATA_KEY
 
+    if not (path.parent / "compare.json").is_file():
+        return False
     try:
-        file = pq.ParquetFile(path)
-        about = json.loads((file.schema_arrow.metadata or {})[METADATA_KEY])
+        about = json.loads((pq.read_schema(path).metadata or {})[METADATA_KEY])
     except (OSError, pa.ArrowInvalid, KeyError, ValueError):
         return False
     expected = {
@@ -206,8 +204,7 @@ def _usable(path: Path, engine: Engine) -> bool:
     }
     same = all(about.get(name) == value for name, value in expected.items())
     here = report.machine().partition(",")[0]
-    enough = file.metadata.num_rows >= about.get("num_batches", 1 << 30) * ENOUGH
-    return same and str(about.get("machine", "")).startswith(here) and enough
+    return same and str(about.get("machine", "")).startswith(here)
 
 
 def _profile(engine: Engine, config: Config, path: Path, share: float, story: _Story, terminal: Terminal) -> None:
