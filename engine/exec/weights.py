@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +89,10 @@ def _from_gguf(name: str, path: Path, load_format: str, seed: int) -> LoadedMode
 
 def _from_folder(folder: Path, load_format: str, seed: int) -> LoadedModel:
     config = DecoderConfig.from_hf(_json(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if generation.is_file() and isinstance(ends := _json(generation).get("eos_token_id"), list):
+        # Chat models end a turn with a token of its own, and only this file names it.
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
     if load_format == "gguf":
         raise OptionError(f"load_format is 'gguf', and {folder} is a checkpoint folder; name the .gguf file itself")
     weights = dummy_weights(config, seed) if load_format == "dummy" else _safetensors(folder)

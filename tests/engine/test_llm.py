@@ -341,3 +341,10 @@ def test_bfloat16_computes_what_float32_computes_but_for_rounding():
         shared = exact.keys() & rough.keys()
         assert len(shared) > 10
         assert all(abs(exact[token].logprob - rough[token].logprob) < 0.1 for token in shared)
+
+
+def test_a_chat_models_own_end_tokens_are_read(tmp_path):
+    """Ids that only generation_config.json names end an output too."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(eos_token_id=7)))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert load_model(tmp_path, "dummy").config.eos_token_ids == (7, 9)
