@@ -24,6 +24,7 @@ from engine.core import (
 )
 from engine.core.drive import Abort, Add, drive
 from engine.core.records import DecisionLog, Recorder
+from engine.core.types import PlanView
 from experiments.config import Config
 from experiments.errors import ResultsError
 from experiments.results import read_results, read_table
@@ -127,7 +128,7 @@ class _Recorded:
 
     # as an executor
 
-    def submit(self, plan: StepPlan, view: Scheduler, now: int) -> None:
+    def submit(self, plan: StepPlan, view: PlanView, now: int) -> None:
         tokens: dict[int, int] = {}
         finished: list[Finish] = []
         for row in (*plan.prefills, *plan.decodes.rows()):
