@@ -38,6 +38,8 @@ PLANS = ((3, 1.0), (2, 1.0), (1, 1.0), (1, 2.0), (1, 4.0), (1, 8.0))
 """(passes, factor on the time), in the order of preference."""
 LEAST = {"decode": 12, "prefill": 7, "mixed": 10}
 """Different batches without which a fit means little."""
+LEAST_TO_FIT = {"decode": 8, "prefill": 5}
+"""Different batches before which the clock does not end a profile."""
 MARGIN = 1.3
 """More batches are prepared than should fit: what the clock cuts off was not needed."""
 
@@ -77,7 +79,7 @@ def profile_engine(
     """Profiles within --time-budget-s, or continues a profile of the same engine in `out`; returns its batches.
 
     Args:
-        stop_after_s: ends this call earlier; a further one goes on.
+        stop_after_s: ends this call then, whatever there is by then; a further one goes on.
 
     Raises:
         EngineError: `out` holds something else.
@@ -95,17 +97,28 @@ def profile_engine(
         scale = _probe(engine, limits, guess)
     estimate = guess.scaled(scale)
     batches = _planned(limits, estimate, config)
-    return profile(
-        engine,
-        batches,
-        out,
-        repeats=REPEATS,
-        warm_ups=WARM_UPS,
-        stop_after_s=config.time_budget_s if stop_after_s is None else stop_after_s,
-        seed=config.seed,
-        about={"speed_scale": scale},
-        on_batch=on_batch,
-    )
+    seconds = config.time_budget_s if stop_after_s is None else stop_after_s
+    while True:
+        count = profile(
+            engine,
+            batches,
+            out,
+            repeats=REPEATS,
+            warm_ups=WARM_UPS,
+            stop_after_s=seconds,
+            seed=config.seed,
+            about={"speed_scale": scale},
+            on_batch=on_batch,
+        )
+        if stop_after_s is not None or count == len(batches) or _is_enough(batches[:count]):
+            return count
+        seconds = config.time_budget_s / 4
+
+
+def _is_enough(batches: Sequence[SweepBatch]) -> bool:
+    """Whether these batches can be fitted; the clock must not leave a profile that is good for nothing."""
+    different = Counter(batch.kind for batch in set(batches))
+    return all(different[kind] >= least for kind, least in LEAST_TO_FIT.items())
 
 
 def _planned(limits: Limits, estimate: StepTime, config: Config) -> list[SweepBatch]:

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a workload, a calibration made by hand, a real run and its simulation."""
     path = tmp_path_factory.mktemp("twin")
     (path / "w.yaml").write_text(WORKLOAD)
-    profile = [*OPTIONS[2:], "--num-gpu-blocks-override", "200", "--time-budget-s", "6"]
+    profile = [*OPTIONS[2:], "--num-gpu-blocks-override", "200", "--time-budget-s", "8"]
     assert main(["profile", *profile, "--out", str(path / "profile.parquet")]) == 0
     assert main(["calibrate", str(path / "profile.parquet"), "--out", str(path / "calibration.json")]) == 0
     common = ["--trace", str(path / "w.yaml"), *OPTIONS]
