@@ -31,9 +31,9 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
         block_size=size,
         max_model_len=draw(st.sampled_from([capacity, capacity, max(2, capacity // 2), 1000])),
         max_num_seqs=seqs,
-        max_num_batched_tokens=draw(st.integers(seqs, 12)),
+        max_num_batched_tokens=max(seqs, draw(st.integers(1, 12))),
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
-        watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        watermark=draw(st.sampled_from([0.0, 0.0, 0.4])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 2, 3])),
         num_lookahead_tokens=lookahead,
         scheduler_reserve_full_isl=draw(st.sampled_from([True, True, False])),
@@ -78,7 +78,16 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
         jobs.append(job)
     if not jobs:
         jobs.append(Job(0, (0,), 1, 1))
+    if draw(st.booleans()):
+        config = _tight(config, jobs, draw(st.sampled_from([0, 0, 1, 2])))
     return Case(config, tuple(jobs))
+
+
+def _tight(config: SchedulerConfig, jobs: list[Job], spare: int) -> SchedulerConfig:
+    """The pool is only just large enough for each job alone, and a few blocks more."""
+    longest = max(len(full_prompt(tuple(jobs), i)) + job.cap - 1 for i, job in enumerate(jobs))
+    tokens = min(longest + config.num_lookahead_tokens, config.max_model_len)
+    return replace(config, num_blocks=-(-tokens // config.block_size) + spare)
 
 
 @st.composite
@@ -139,12 +148,14 @@ def fast_cases(draw: st.DrawFn) -> Case:
         prompt = tuple(draw(st.lists(st.integers(0, 1), min_size=1, max_size=6)))
         followable = [i for i, job in enumerate(jobs) if not job.private]
         follows = draw(st.sampled_from(followable)) if followable and draw(st.booleans()) else None
+        early = follows is not None and draw(st.booleans())
         job = Job(
-            draw(st.sampled_from([0, 2])) if follows is not None else at,
+            draw(st.sampled_from([0, 2])) if follows is not None and not early else at,
             prompt,
             1,
             1,
             follows=follows,
+            early=early,
             abort_at=draw(st.sampled_from([None, None, None, None, 4, 11])),
             private=follows is None and draw(st.booleans()),
             priority=draw(st.integers(0, 2)),
@@ -160,5 +171,7 @@ def fast_cases(draw: st.DrawFn) -> Case:
         jobs.append(replace(job, out=out, cap=cap))
     if not jobs:
         jobs.append(Job(0, (0,), 1, 1))
+    if draw(st.integers(0, 2)) == 0:
+        config = _tight(config, jobs, draw(st.sampled_from([0, 1, 2])))
     cost = draw(st.sampled_from([(1, 0, 0), (1, 0, 0), (3, 1, 0), (5, 2, 1)]))
     return Case(config, tuple(jobs), step_cost=cost)

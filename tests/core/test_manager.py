@@ -295,6 +295,30 @@ def test_the_cache_of_a_tenant_serves_nobody_else() -> None:
     assert managed.manager.lookup(managed.new([1, 2, 3, 4, 5], private=True)) == []
 
 
+def test_private_content_comes_back_to_its_own_request_alone() -> None:
+    """Two preempted requests without identity find their own blocks again, and not the other's."""
+    managed = Managed(20, 2)
+    one, two = managed.run([1, 2, 3, 4, 5], private=True), managed.run([1, 2, 3, 4, 5], private=True)
+    tables = {request.id: list(request.table) for request in (one, two)}
+    for request in (one, two):
+        managed.end(request, ended=False)
+        request.epoch += 1
+    for request in (two, one):
+        assert managed.manager.lookup(request) == tables[request.id][:2]
+
+
+@pytest.mark.parametrize("free_order", ORDERS)
+def test_a_lookup_changes_nothing(free_order: str) -> None:
+    """P6: looking a request up, however often, leaves the order of eviction as it was."""
+    managed = Managed(8, 2, free_order)
+    managed.end(managed.run([1, 2, 3, 4, 5]))
+    managed.end(managed.run([6, 7, 8]))
+    before = managed.digest()
+    assert len(managed.manager.lookup(managed.new([1, 2, 3, 4, 9]))) == 2
+    managed.requests.pop()
+    assert managed.digest() == before
+
+
 def test_what_was_not_written_is_not_cached() -> None:
     """A request that gives its blocks back leaves only the full blocks within what was written."""
     managed = Managed(8, 2)

@@ -51,6 +51,20 @@ def test_a_follow_up_hits_prompt_and_output(caching: bool) -> None:
     assert play(Case(config(enable_prefix_caching=caching), jobs)).hits == (10 if caching else 0)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("same_step", ["share", "off"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("turn", range(2, 9))
+def test_a_running_request_is_hit_up_to_where_it_is(turn: int, size: int, same_step: str, steps_in_flight: int) -> None:
+    """What a running request has generated is in the cache block by block: not earlier, and not later."""
+    jobs = (Job(0, (0, 1, 1, 0, 1), 12, 12), Job(turn, (1,), 1, 1, follows=0))
+    played = play(Case(config(block_size=size, same_step=same_step, steps_in_flight=steps_in_flight), jobs))
+    # Turn 0 writes 5 tokens, each later turn one more; `share` counts this turn's, whose value is known with one step
+    # in flight; without it, only completed steps count, one turn fewer for each step in flight.
+    written = 5 + turn - (same_step == "off") - (steps_in_flight == 2)
+    assert played.hits == written // size * size
+
+
 @pytest.mark.parametrize(("same_step", "hit"), [("share", 8), ("off", 0), ("defer", 8)])
 def test_equal_prompts_that_come_together(same_step: str, hit: int) -> None:
     """Rule 3: `share` hits what this very step writes, `off` computes it twice, `defer` waits and then hits."""

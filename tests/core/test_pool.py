@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from random import Random
 
 import pytest
@@ -101,6 +102,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: bool(self.used))
     @rule(data=st.data())
+    def drop_once_too_often(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.used))
+        with pytest.raises(InvariantError, match=f"block {block} is dropped"):
+            deepcopy(self.pool).drop([block] * (self.refs[block] + 1))
+
+    @precondition(lambda self: bool(self.used))
+    @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
         blocks = self.some(data, self.used)
         self.pool.keep(blocks)
@@ -155,6 +163,10 @@ def test_drop_takes_a_multiset(free_order: str) -> None:
     pool.share([again])
     with pytest.raises(InvariantError, match="nobody holds one"):
         pool.drop([again, again, again])
+    pool = BlockPool(3, free_order)
+    (block,), _ = pool.take(1)
+    with pytest.raises(InvariantError, match="nobody holds one"):
+        pool.drop([block, block])
 
 
 @pytest.mark.parametrize("free_order", sorted(FREE_ORDERS))
