@@ -36,7 +36,7 @@ def show(calibration: Calibration, terminal: Terminal) -> None:
         (name, str(error.batches), f"{error.bias:+.1%}", f"{error.mape:.1%}", f"{error.p90:.1%}")
         for name, error in calibration.errors.items()
     ]
-    title = f"Step time of {calibration.model} on {calibration.device}: errors on batches that the fit did not see"
+    title = f"Step time of {calibration.model} on {calibration.device}, cross-validated"
     terminal.table(title, ("batches", "number", "bias (time-weighted)", "mean |error|", "90 % below"), rows)
     hull = calibration.hull
     terminal.print(
