@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,12 @@ __all__ = [
 _SECTIONS = ("model", "memory", "scheduler", "workload", "time", "slo")
 """Of the options, those that results depend on."""
 
-_LISTS = {"step_ends_ns": np.int64, "run_takes": np.int32, "step_cached": np.int64, "step_finished": np.int32}
+_LISTS: dict[str, type[np.integer[Any]]] = {
+    "step_ends_ns": np.int64,
+    "run_takes": np.int32,
+    "step_cached": np.int64,
+    "step_finished": np.int32,
+}
 _TEXTS = ("outcome", "reason")
 
 
@@ -96,22 +101,42 @@ def _table(columns: Mapping[str, Any]) -> pa.Table:
     arrays: dict[str, Any] = {}
     for name, column in columns.items():
         if name in _LISTS:
-            arrays[name] = _list_array(column, pa.int64() if _LISTS[name] is np.int64 else pa.int32())
+            arrays[name] = _list_array(column, _LISTS[name])
         elif name in _TEXTS:
-            arrays[name] = pa.array(list(column), type=pa.string())
+            arrays[name] = _text_array(column)
         else:
-            arrays[name] = pa.array(np.asarray(column))
+            arrays[name] = _number_array(np.asarray(column))
     return pa.table(arrays)
 
 
-def _list_array(column: Any, kind: pa.DataType) -> pa.Array:
+# Arrays are made from buffers: `pa.array` would import pandas to ask whether its argument is one of its own, and that
+# takes longer than a short simulation.
+
+
+def _number_array(values: np.ndarray) -> pa.Array:
     import pyarrow as pa
 
-    lengths = np.fromiter((len(item) for item in column), dtype=np.int64, count=len(column))
+    values = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def _text_array(texts: Sequence[str]) -> pa.Array:
+    import pyarrow as pa
+
+    encoded = [text.encode() for text in texts]
+    offsets = np.zeros(len(encoded) + 1, dtype=np.int32)
+    np.cumsum([len(text) for text in encoded], out=offsets[1:])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
+
+
+def _list_array(column: Any, kind: type[np.integer[Any]]) -> pa.Array:
+    import pyarrow as pa
+
+    lengths = np.fromiter(map(len, column), dtype=np.int64, count=len(column))
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    parts = [np.asarray(item) for item in column if len(item)]
-    flat = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat.astype(kind.to_pandas_dtype())))
+    flat = np.fromiter(chain.from_iterable(column), dtype=kind, count=int(offsets[-1]))
+    return pa.ListArray.from_arrays(_number_array(offsets), _number_array(flat))
 
 
 def _replace(path: Path, content: Any) -> None:

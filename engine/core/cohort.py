@@ -15,6 +15,7 @@ plans S = -base (mod block size).
 from __future__ import annotations
 
 import heapq
+from operator import attrgetter
 
 from engine.core.request import Request
 from engine.core.types import NO_LIMIT
@@ -22,8 +23,8 @@ from engine.core.types import NO_LIMIT
 __all__ = ["DecodeCohort", "by_key"]
 
 
-def by_key(request: Request) -> tuple[int, ...]:
-    return request.key
+by_key = attrgetter("key")
+"""Sorts requests by their place in the policy's order."""
 
 
 class DecodeCohort:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from engine.core.errors import InvariantError
+from engine.core.errors import InvariantError, NoFreeBlocks
 from engine.core.index import HashIndex
 from engine.core.pool import BlockPool
 from engine.core.request import RUNNING, Request
@@ -73,14 +73,12 @@ class BlockManager:
         """
         if request.table:
             raise InvariantError(f"request {request.id} is given a table, but it has one", repr(request))
+        need = self.need(request, hits, num_tokens)
+        if need > self.pool.num_free:
+            raise NoFreeBlocks(f"request {request.id} needs {need} free blocks, and {self.pool.num_free} are free")
         self.pool.share(hits)  # first, so that no hit is evicted for the blocks beyond it
         num = -(-num_tokens // self.block_size) - len(hits)
-        try:
-            blocks = self._take(num) if num > 0 else []
-        except InvariantError:
-            self.pool.drop(list(reversed(hits)))
-            raise
-        request.table = [*hits, *blocks]
+        request.table = [*hits, *self._take(num)] if num > 0 else list(hits)
         request.published = len(hits)
         self.num_table_blocks += len(request.table)
 
@@ -91,11 +89,28 @@ class BlockManager:
             request.table.extend(self._take(num))
             self.num_table_blocks += num
 
-    def append_block_each(self, requests: Sequence[Request]) -> None:
-        """One more block for each request, in this order."""
-        for request, block in zip(requests, self._take(len(requests)), strict=True):
+    def append_block_each(self, requests: Sequence[Request], marks: Sequence[int] = ()) -> list[int]:
+        """One more block for each request, in this order; one that is named twice gets two.
+
+        Returns how many kept blocks are free after each of the first `marks` requests.
+        """
+        pool = self.pool
+        before = pool.num_kept_free
+        blocks, evicted = pool.take(len(requests))
+        self._evict(blocks, evicted)
+        for request, block in zip(requests, blocks, strict=True):
             request.table.append(block)
         self.num_table_blocks += len(requests)
+        if not evicted:
+            return [before] * len(marks)
+        lost = set(evicted)
+        after: list[int] = []
+        at = 0
+        for mark in marks:
+            before -= len(lost.intersection(blocks[at:mark]))
+            after.append(before)
+            at = mark
+        return after
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """The blocks of the first `num_tokens` tokens may be hit from now on.
@@ -118,19 +133,18 @@ class BlockManager:
         known when that plan was made. Their full blocks stay in the cache. `ended`: it will not come back.
         """
         table = request.table
+        dead: list[BlockId] = []
         if self.prefix_caching:
             stop = num_written // self.block_size
             if ended:
                 if request.published < request.shared_blocks:
                     self._insert(request, min(stop, request.shared_blocks))
-                if request.published < stop:
-                    dead = table[request.published : stop]
-                    self.pool.keep(dead)
-                    self.num_dead += len(dead)
+                dead = table[request.published : stop]
+                self.num_dead += len(dead)
             else:
                 self._insert(request, stop)
         table.reverse()
-        self.pool.drop(table)
+        self.pool.drop(table, keep=dead)
         self.num_table_blocks -= len(table)
         request.table = []
         request.published = 0
@@ -150,11 +164,15 @@ class BlockManager:
 
     def _take(self, num: int) -> list[BlockId]:
         blocks, evicted = self.pool.take(num)
+        self._evict(blocks, evicted)
+        return blocks
+
+    def _evict(self, blocks: Sequence[BlockId], evicted: Sequence[BlockId]) -> None:
+        """`blocks` were taken; what `evicted` among them held is lost."""
         if evicted:
             self.num_dead -= len(evicted) - self.index.remove(evicted)
         if self.taken is not None:
             self.taken.extend(blocks)
-        return blocks
 
     def digest(self, requests: Sequence[Request]) -> str:
         """A fingerprint of every block's whereabouts: references, free order, index, and the tables of `requests`."""
@@ -163,7 +181,7 @@ class BlockManager:
             [pool.refs(BlockId(i)) for i in range(pool.num_blocks)],
             [bool(pool.is_kept(BlockId(i))) for i in range(pool.num_blocks)],
             pool.free_order(),
-            self.index.entries(),
+            sorted(self.index.entries(), key=lambda entry: entry[1]),  # only the order within a key matters
             [(request.id, request.table, request.published) for request in requests],
         )
         return blake2b(repr(state).encode(), digest_size=16).hexdigest()

@@ -26,8 +26,11 @@ class FreeOrder:
         """Blocks without content became free, in this order."""
         raise NotImplementedError
 
-    def pop(self, num: int) -> list[BlockId]:
-        """Give out `num` blocks; the caller knows that there are as many."""
+    def pop(self, num: int, kept: bytearray) -> tuple[list[BlockId], list[BlockId]]:
+        """Give out `num` blocks (the caller knows that there are as many), and say which of them are kept.
+
+        `kept[block]` tells which blocks are.
+        """
         raise NotImplementedError
 
     def remove(self, block: BlockId) -> None:
@@ -103,8 +106,9 @@ class SingleQueue(FreeOrder):
     def put_blank(self, blocks: Sequence[BlockId]) -> None:
         self._queue.put(blocks)
 
-    def pop(self, num: int) -> list[BlockId]:
-        return self._queue.pop(num)
+    def pop(self, num: int, kept: bytearray) -> tuple[list[BlockId], list[BlockId]]:
+        blocks = self._queue.pop(num)
+        return blocks, [block for block in blocks if kept[block]]
 
     def remove(self, block: BlockId) -> None:
         self._queue.remove(block)
@@ -129,18 +133,21 @@ class BlankFirst(FreeOrder):
     def put_blank(self, blocks: Sequence[BlockId]) -> None:
         self._blank.extend(reversed(blocks))
 
-    def pop(self, num: int) -> list[BlockId]:
+    def pop(self, num: int, kept: bytearray) -> tuple[list[BlockId], list[BlockId]]:
         blank = self._blank
+        if not blank:
+            given = self._kept.pop(num)
+            return given, given
         if num > len(blank):
-            given = blank[::-1]
+            evicted = self._kept.pop(num - len(blank))
+            given = blank[::-1] + evicted
             blank.clear()
-            given.extend(self._kept.pop(num - len(given)))
-            return given
+            return given, evicted
         if num == 1:
-            return [blank.pop()]
+            return [blank.pop()], []
         given = blank[: -num - 1 : -1]
         del blank[len(blank) - num :]
-        return given
+        return given, []
 
     def remove(self, block: BlockId) -> None:
         self._kept.remove(block)
@@ -179,18 +186,15 @@ class BlockPool:
         """
         if num > self.num_free:
             raise NoFreeBlocks(f"{num} blocks were asked for, {self.num_free} are free")
-        blocks = self._order.pop(num)
+        kept = self._kept
+        blocks, evicted = self._order.pop(num, kept)
         self.num_free -= num
+        self.num_kept_free -= len(evicted)
         refs = self._refs
         for block in blocks:
             refs[block] = 1
-        if not self.num_kept_free:
-            return blocks, []
-        kept = self._kept
-        evicted = [block for block in blocks if kept[block]]
         for block in evicted:
             kept[block] = 0
-        self.num_kept_free -= len(evicted)
         return blocks, evicted
 
     def share(self, blocks: Sequence[BlockId]) -> None:
@@ -205,14 +209,18 @@ class BlockPool:
                 self.num_kept_free -= 1
             refs[block] += 1
 
-    def drop(self, blocks: Sequence[BlockId]) -> None:
+    def drop(self, blocks: Sequence[BlockId], keep: Sequence[BlockId] = ()) -> None:
         """Give back one reference to each block, in this order. At the last one the block becomes free.
+
+        `keep`: those among them whose content is worth keeping from now on.
 
         Raises:
             InvariantError: a block that is free already.
         """
         refs = self._refs
         kept = self._kept
+        for block in keep:
+            kept[block] = 1
         counts = [refs[block] for block in blocks]
         if counts.count(1) == len(blocks) and len(set(blocks)) == len(blocks):
             freed = blocks

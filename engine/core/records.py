@@ -156,7 +156,7 @@ class Recorder:
             len(plan.preempted) + self._lost,
         )
         self._lost = 0
-        self._steps.extend(row + scheduler.usage())
+        self._steps.extend(row + scheduler.usage_row())
 
     def _note_admitted(self, plan: StepPlan) -> None:
         admitted = set(plan.admitted)

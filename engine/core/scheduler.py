@@ -252,6 +252,10 @@ class Scheduler:
 
     def usage(self) -> Usage:
         """Where every slot is, once the plans so far have run."""
+        return Usage(*self.usage_row())
+
+    def usage_row(self) -> tuple[int, ...]:
+        """The same as a plain tuple, in the order of Usage."""
         pool = self.manager.pool
         size = self.config.block_size
         unused = self.manager.num_table_blocks * size - self._sched_tokens
@@ -265,17 +269,11 @@ class Scheduler:
                 limit = min(max(request.num_prompt + request.cap, first), slots)
                 may += limit - first
                 cannot += slots - limit
-        return Usage(
-            held=held,
-            tail=unused - may - cannot,
-            reserved_may=may,
-            reserved_cannot=cannot,
-            external=0,
-            transfer=0,
-            cached=pool.num_kept_free * size,
-            free=(pool.num_free - pool.num_kept_free) * size,
-            shared=self._sched_tokens - held,
-        )
+        external = transfer = 0
+        cached = pool.num_kept_free * size
+        free = pool.num_free * size - cached
+        tail = unused - may - cannot
+        return held, tail, may, cannot, external, transfer, cached, free, self._sched_tokens - held
 
     # ---- a step ----
 
@@ -729,6 +727,8 @@ class Scheduler:
     def stable_until(self, now: int) -> int:
         """The time in ns up to which all policies promise to answer as they did."""
         limit = NO_LIMIT
+        if not self.config.policies:
+            return limit
         for policy in (self._order, self._admission, self._victim):
             limit = min(limit, self._ask(policy, partial(policy.stable_until, now)))
         return limit
@@ -745,21 +745,21 @@ class Scheduler:
         lag = len(flight) - 1
         first = self._seq + 1
         last = self._seq + turns
-        kept_free: list[int] = []
+        crossing: list[Request] = []
+        marks: list[int] = []
         for seq in range(first, last + 1):
-            if not self._share and cohort.num_sharing:
-                done = seq - 1 - lag
-                for request in cohort.filling(done):
-                    manager.publish(request, request.base + done)
-            crossing = cohort.crossing(seq)
-            if crossing:
-                manager.append_block_each(crossing)
-            if self._share and cohort.num_sharing:
-                self._publish_fills(seq - lag)
-                self._filled = seq - lag
-            kept_free.append(manager.pool.num_kept_free)
+            crossing += cohort.crossing(seq)
+            marks.append(len(crossing))
+        self.run_kept_free = manager.append_block_each(crossing, marks)
+        if cohort.num_sharing:
+            # Taking blocks and publishing do not touch each other, so all takes may come before all fills.
+            if self._share:
+                self._publish_fills(last - lag)
+            else:
+                for done in range(first - 1 - lag, last - lag):
+                    for request in cohort.filling(done):
+                        manager.publish(request, request.base + done)
         self._filled = last - lag
-        self.run_kept_free = kept_free
         self._lag = lag
         context = cohort.context_tokens
         cohort.advance(turns)

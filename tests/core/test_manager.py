@@ -338,7 +338,6 @@ def test_a_second_table_is_refused() -> None:
     assert managed.digest() == before
 
 
-@pytest.mark.xfail(strict=True, reason="hits that were free come back at the other end of the free order")
 def test_an_allocation_that_fails_behind_free_hits_changes_nothing() -> None:
     """P6: hits that nobody held are, after a failed allocation, where they were in the free order."""
     managed = Managed(4, 1)
