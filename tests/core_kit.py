@@ -6,7 +6,8 @@ import heapq
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from engine.core import (
     NO_LIMIT,
@@ -34,6 +35,9 @@ __all__ = [
     "ListInbox",
     "PulseAdmission",
     "ShadowExecutor",
+    "aborts_everywhere",
+    "decodes_behind_chunks",
+    "followers_everywhere",
     "full_prompt",
     "play",
     "simulate",
@@ -60,6 +64,8 @@ class Job:
     priority: int = 0
     early: bool = False
     """It comes at its own time even if it follows a job that has not ended. (Without a clock, all do.)"""
+    quote: int | None = None
+    """It begins with this much of the output of the job that it follows, and not with all of it."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,84 @@ def full_prompt(jobs: tuple[Job, ...], number: int) -> tuple[int, ...]:
     job = jobs[number]
     if job.follows is None:
         return job.prompt
-    before = jobs[job.follows]
-    outputs = tuple(output_token(job.follows, k) for k in range(before.out))
+    outputs = tuple(output_token(job.follows, k) for k in range(quoted(jobs, job)))
     return full_prompt(jobs, job.follows) + outputs + job.prompt
+
+
+def quoted(jobs: tuple[Job, ...], job: Job) -> int:
+    """How many tokens of the output of the job that it follows are in the prompt of `job`."""
+    assert job.follows is not None
+    out = jobs[job.follows].out
+    return out if job.quote is None else min(out, job.quote)
+
+
+def aborts_everywhere() -> list[Case]:
+    """One program with an abort of each of its jobs at each point between two calls, under each way to share."""
+    found = []
+    for size, depth, same_step in product((1, 2), (1, 2), ("share", "off", "defer")):
+        config = SchedulerConfig(
+            num_blocks=24 // size,
+            block_size=size,
+            max_model_len=24,
+            max_num_seqs=3,
+            max_num_batched_tokens=6,
+            same_step=same_step,
+            steps_in_flight=depth,
+        )
+        jobs = (
+            Job(0, (0, 1, 1), 9, 9),
+            Job(0, (0, 1, 1, 1, 0, 0, 1), 7, 9),
+            Job(1, (0, 1), 5, 5, follows=0, quote=3),
+            Job(4, (1, 0, 0), 6, 6, private=True),
+        )
+        for victim, turn, in_flight in product(range(len(jobs)), range(14), (False, True)):
+            if turn >= jobs[victim].at:
+                changed = replace(jobs[victim], abort_at=turn, abort_in_flight=in_flight)
+                found.append(Case(config, (*jobs[:victim], changed, *jobs[victim + 1 :])))
+    return found
+
+
+def decodes_behind_chunks() -> list[Case]:
+    """A long prompt comes late and is first in the order: its chunks leave too little for those that decode already."""
+    found = []
+    for size, depth, same_step, threshold, budget, at in product(
+        (1, 2, 3), (1, 2), ("share", "off", "defer"), (0, 2), (3, 4), (2, 3)
+    ):
+        config = SchedulerConfig(
+            num_blocks=60,
+            block_size=size,
+            max_model_len=40,
+            max_num_seqs=3,
+            max_num_batched_tokens=budget,
+            long_prefill_token_threshold=threshold,
+            scheduling_policy="priority",
+            same_step=same_step,
+            steps_in_flight=depth,
+        )
+        first = Job(at, (0, 1, 1, 0, 1) * 3, 3, 3, priority=0)
+        others = (Job(0, (1,), 8, 8, priority=1), Job(0, (0,), 8, 8, priority=1))
+        found.append(Case(config, (first, *others, Job(9, (1,), 2, 2, follows=1, priority=1))))
+    return found
+
+
+def followers_everywhere() -> list[Case]:
+    """A job that quotes the output of one that still runs comes at each time, where there is room and where not."""
+    found = []
+    for size, depth, same_step, spare, at in product(
+        (1, 2, 3), (1, 2), ("share", "off", "defer"), (0, 1, 2, 9), range(3, 11)
+    ):
+        config = SchedulerConfig(
+            num_blocks=-(-20 // size) + spare,
+            block_size=size,
+            max_model_len=40,
+            max_num_seqs=3,
+            max_num_batched_tokens=40,
+            same_step=same_step,
+            steps_in_flight=depth,
+        )
+        jobs = (Job(0, (0, 1, 1), 18, 18), Job(at, (1,), 2, 2, follows=0, early=True, quote=15))
+        found.append(Case(config, jobs))
+    return found
 
 
 class ShadowExecutor:
@@ -339,8 +420,10 @@ class ListInbox:
         spans: list[tuple[int, int]] = []
         if job.follows is not None:
             spans = self._spans(job.follows)
-            spans.append((self._name("output", job.follows), self.case.jobs[job.follows].out))
-        return spans + [(self._name(job.follows, job.prompt[: k + 1]), 1) for k in range(len(job.prompt))]
+            tokens = quoted(self.case.jobs, job)
+            spans.append((self._name("output", job.follows), tokens))
+            return spans + [(self._name(job.follows, tokens, job.prompt[: k + 1]), 1) for k in range(len(job.prompt))]
+        return [(self._name(job.prompt[: k + 1]), 1) for k in range(len(job.prompt))]
 
     def _name(self, *what: object) -> int:
         return self.names.setdefault(what, len(self.names))

@@ -20,7 +20,7 @@ __all__ = ["cases", "fast_cases", "same_jobs_twice"]
 def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: int = 8) -> Case:
     """A program for the shadow executor: everything collides, memory is short, and each request fits alone."""
     size = draw(st.sampled_from([1, 2, 2, 3, 4]))
-    num_blocks = draw(st.integers(2, 16))
+    num_blocks = draw(st.sampled_from([*range(2, 17), 20, 24, 30]))
     seqs = draw(st.integers(1, 6))
     capacity = num_blocks * size
     lookahead = draw(st.sampled_from([0, 0, 0, 1, 3]))
@@ -51,11 +51,11 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
         tail = draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
         follows = draw(st.sampled_from([None, *range(len(jobs))])) if jobs and draw(st.booleans()) else None
         start = draw(st.sampled_from([[], *roots])) if follows is None else []
-        cap = draw(st.integers(1, 9))
+        cap = max(draw(st.integers(1, 10)), draw(st.integers(1, 10)))
         job = Job(
             at,
             tuple(start + tail),
-            draw(st.integers(1, cap)),
+            draw(st.one_of(st.just(cap), st.integers(1, cap))),
             cap,
             follows=follows,
             abort_at=draw(st.integers(at, at + 9)) if aborts and draw(st.integers(0, 5)) == 0 else None,
@@ -156,6 +156,7 @@ def fast_cases(draw: st.DrawFn) -> Case:
             1,
             follows=follows,
             early=early,
+            quote=draw(st.sampled_from([None, *range(1, 13)])) if early else None,
             abort_at=draw(st.sampled_from([None, None, None, None, 4, 11])),
             private=follows is None and draw(st.booleans()),
             priority=draw(st.integers(0, 2)),

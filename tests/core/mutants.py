@@ -1,0 +1,654 @@
+"""Seeded bugs: each is one fault of the kind that block managers and schedulers have had, written into the core's own
+source for as long as a context lasts. test_mutants.py shows that the suite sees every one of them.
+
+A mutant is an edit of the source of one or more functions: a text that occurs exactly once, and what it becomes. Where
+the core changes so that a text is no longer found, the mutant has to be written anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import core_kit
+
+from engine.core import drive as drive_module
+from engine.core.cohort import DecodeCohort
+from engine.core.identity import SpanIdentity, TokenIdentity
+from engine.core.index import HashIndex
+from engine.core.manager import BlockManager
+from engine.core.pool import BlockPool, LazyQueue
+from engine.core.records import Recorder
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+
+__all__ = ["EQUIVALENT", "MUTANTS", "Edit", "Mutant", "applied"]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """In the source of `owner.function`, each of some texts becomes another."""
+
+    owner: type | ModuleType
+    function: str
+    changes: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault, and which check of test_mutants.py has to see it."""
+
+    name: str
+    check: str
+    edits: tuple[Edit, ...]
+    """Each of another function."""
+
+
+def _mutant(name: str, check: str, owner: type | ModuleType, function: str, old: str, new: str) -> Mutant:
+    return Mutant(name, check, (Edit(owner, function, ((old, new),)),))
+
+
+def _edited(edit: Edit) -> Any:
+    """The function with the edit made."""
+    function = inspect.getattr_static(edit.owner, edit.function)
+    assert isinstance(function, FunctionType), f"{edit.function} is not a plain function"
+    source = textwrap.dedent(inspect.getsource(function))
+    for old, new in edit.changes:
+        found = source.count(old)
+        assert found == 1, f"{old!r} is found {found} times in {edit.function}: write the mutant anew"
+        source = source.replace(old, new)
+    space: dict[str, Any] = {}
+    code = compile(source, f"<mutant of {edit.function}>", "exec")
+    exec(code, function.__globals__, space)
+    return space[edit.function]
+
+
+@contextmanager
+def applied(mutant: Mutant) -> Iterator[None]:
+    """The core has this fault while the context lasts."""
+    undo: list[tuple[Any, str, Any]] = []
+    try:
+        for edit in mutant.edits:
+            original = inspect.getattr_static(edit.owner, edit.function)
+            new = _edited(edit)
+            places = [edit.owner]
+            if getattr(core_kit, edit.function, None) is original:
+                places.append(core_kit)  # it has the function under its own name
+            for place in places:
+                undo.append((place, edit.function, original))
+                setattr(place, edit.function, new)
+        yield
+    finally:
+        for place, name, original in reversed(undo):
+            setattr(place, name, original)
+
+
+MUTANTS: list[Mutant] = [
+    # Blocks: references, order, index, identity.
+    _mutant(
+        "references clamped at 0",
+        "pool",
+        BlockPool,
+        "_drop_shared",
+        'raise InvariantError(f"a reference to block {block} is dropped, but nobody holds one")',
+        "continue",
+    ),
+    _mutant(
+        "a block put into the free queue twice",
+        "programs",
+        BlockPool,
+        "drop",
+        "self._order.put(kept_free)",
+        "self._order.put([*kept_free, *kept_free[:1]])",
+    ),
+    _mutant(
+        "a block named twice in one drop counted once",
+        "pool",
+        BlockPool,
+        "drop",
+        " and len(set(blocks)) == len(blocks)",
+        "",
+    ),
+    _mutant(
+        "evicted blocks stay counted as cached",
+        "programs",
+        BlockPool,
+        "take",
+        "self.num_kept_free -= len(evicted)",
+        "pass",
+    ),
+    _mutant(
+        "a take that fails after it took",
+        "pool",
+        BlockPool,
+        "take",
+        "if num > self.num_free:\n",
+        "if num > self.num_free and self._order.pop(self.num_free):\n",
+    ),
+    _mutant(
+        "a queue entry skipped for ever once the queue was tidied",
+        "lazy queue",
+        LazyQueue,
+        "remove",
+        "self._skip[entry] -= 1",
+        "pass",
+    ),
+    _mutant(
+        "the last published of equal blocks is hit",
+        "index",
+        HashIndex,
+        "insert",
+        "self._more.setdefault(key, []).append(block)",
+        "self._more.setdefault(key, []).append(self._first[key]); self._first[key] = block",
+    ),
+    _mutant(
+        "losing one duplicate forgets the others",
+        "index",
+        HashIndex,
+        "remove",
+        "self._first[key] = more.pop(0)",
+        "more.clear(); del self._first[key]",
+    ),
+    _mutant(
+        "a stale index: an evicted block stays listed",
+        "programs",
+        BlockManager,
+        "_evict",
+        "self.index.remove(evicted)",
+        "len(evicted)",
+    ),
+    _mutant("a hash without its parent", "programs", TokenIdentity, "key", "blake2b(parent + ", "blake2b("),
+    _mutant("the salt left out", "programs", TokenIdentity, "__init__", '(b"salt", salt)', '(b"salt", b"")'),
+    _mutant(
+        "the adapter left out", "identity", TokenIdentity, "__init__", '(b"adapter", adapter)', '(b"adapter", b"")'
+    ),
+    _mutant(
+        "salt and adapter run into each other",
+        "identity",
+        TokenIdentity,
+        "__init__",
+        'root += tag + len(value).to_bytes(8, "little") + value',
+        "root += value",
+    ),
+    _mutant(
+        "a trace's salt left out", "identity", SpanIdentity, "key", "(self._salt, name) if self._salt else name", "name"
+    ),
+    _mutant(
+        "private blocks of two requests have one key",
+        "private",
+        Request,
+        "private_key",
+        "(self.id << 32) | index",
+        "index",
+    ),
+    # The block manager.
+    _mutant(
+        "a hit on the whole prompt",
+        "programs",
+        BlockManager,
+        "lookup",
+        "(request.known - 1) // self.block_size",
+        "request.known // self.block_size",
+    ),
+    _mutant(
+        "a lookup that touches recency",
+        "lookup",
+        BlockManager,
+        "lookup",
+        "return self.index.match(request.block_key, stop) if stop > 0 else []",
+        "hits = self.index.match(request.block_key, stop) if stop > 0 else []\n"
+        "    for block in reversed([block for block in hits if not self.pool.refs(block)]):\n"
+        "        self.pool._order.remove(block)\n"
+        "        self.pool._order.put([block])\n"
+        "    return hits",
+    ),
+    _mutant(
+        "a cache that never hits",
+        "hits",
+        BlockManager,
+        "lookup",
+        "return self.index.match(request.block_key, stop) if stop > 0 else []",
+        "return []",
+    ),
+    _mutant("hits that nobody holds are not counted", "programs", BlockManager, "need", "blocks += 1", "pass"),
+    Mutant(
+        "blocks taken before the hits are touched",
+        "programs",
+        (
+            Edit(
+                BlockManager,
+                "allocate",
+                (
+                    ("self.pool.share(hits)", "pass"),
+                    ("request.table = [*hits, *blocks]", "self.pool.share(hits); request.table = [*hits, *blocks]"),
+                ),
+            ),
+        ),
+    ),
+    _mutant("freed head first", "programs", BlockManager, "free", "table.reverse()", "pass"),
+    _mutant(
+        "blocks kept that were not written",
+        "programs",
+        BlockManager,
+        "free",
+        "stop = num_written // self.block_size",
+        "stop = (num_written + self.block_size - 1) // self.block_size",
+    ),
+    _mutant(
+        "published tokens off by one",
+        "programs",
+        BlockManager,
+        "publish",
+        "stop = num_tokens // self.block_size",
+        "stop = (num_tokens + 1) // self.block_size",
+    ),
+    _mutant(
+        "a block too few for a partly filled last one",
+        "programs",
+        BlockManager,
+        "append_slots",
+        "-(-num_tokens // self.block_size)",
+        "num_tokens // self.block_size",
+    ),
+    _mutant(
+        "room looked for one token short",
+        "programs",
+        BlockManager,
+        "need",
+        "-(-num_tokens // self.block_size)",
+        "-(-(num_tokens - 1) // self.block_size)",
+    ),
+    # The scheduler.
+    _mutant(
+        "no check that a request can ever fit", "refused", Scheduler, "add", "if blocks > config.num_blocks:", "if 0:"
+    ),
+    _mutant(
+        "a request that only just fits is refused",
+        "programs",
+        Scheduler,
+        "add",
+        "spec.num_prompt_tokens + cap - 1 + config",
+        "spec.num_prompt_tokens + cap + config",
+    ),
+    _mutant(
+        "a confirmed entry before its step is complete",
+        "programs",
+        Scheduler,
+        "_plan_item",
+        "if self._share:",
+        "if True:",
+    ),
+    _mutant(
+        "publishing a block whose last token is not known yet",
+        "chunks",
+        Scheduler,
+        "_plan_item",
+        "min(request.sched, request.known)",
+        "request.sched",
+    ),
+    _mutant(
+        "keeping a block of the newest step whose input is not known yet",
+        "aborts",
+        Scheduler,
+        "_written",
+        "self._seq - self._lag",
+        "self._seq",
+    ),
+    _mutant(
+        "a row that samples before the end of what is known",
+        "programs",
+        Scheduler,
+        "_plan_item",
+        "samples = start + num == request.known + request.pending",
+        "samples = start + num >= request.num_prompt",
+    ),
+    _mutant(
+        "a watermark while idle",
+        "programs",
+        Scheduler,
+        "_admit",
+        "config.watermark_blocks if self._running else 0",
+        "config.watermark_blocks",
+    ),
+    _mutant(
+        "the watermark ignored",
+        "watermark",
+        Scheduler,
+        "_admit",
+        "config.watermark_blocks if self._running else 0",
+        "0",
+    ),
+    _mutant(
+        "admission on the first chunk alone",
+        "whole prompt",
+        Scheduler,
+        "_admit",
+        "max(tokens, request.known) if config.scheduler_reserve_full_isl else tokens",
+        "tokens",
+    ),
+    _mutant(
+        "a waiting request admitted past the limit of sequences",
+        "programs",
+        Scheduler,
+        "_admit",
+        "len(self._running) >= config.max_num_seqs",
+        "len(self._running) > config.max_num_seqs",
+    ),
+    _mutant("tokens admitted beyond the budget", "programs", Scheduler, "_admit", "budget -= num", "pass"),
+    _mutant(
+        "admission in a step that preempted",
+        "programs",
+        Scheduler,
+        "schedule",
+        "if self._waiting and not preempted:",
+        "if self._waiting:",
+    ),
+    _mutant(
+        "a victim from those that have their place",
+        "programs",
+        Scheduler,
+        "_choose_victim",
+        "return self._running[-1]",
+        "return self._running[0]",
+    ),
+    _mutant(
+        "a user's victim from those that have their place",
+        "victims",
+        Scheduler,
+        "_choose_victim",
+        "self._running[bisect_left(self._running, request.key, key=by_key) :]",
+        "self._running[:]",
+    ),
+    _mutant(
+        "the preempted sent to the back",
+        "programs",
+        Scheduler,
+        "_preempt",
+        "self._waiting.push(request)",
+        "request.key = (*request.key[:-2], 1 << 60, request.id); self._waiting.push(request)",
+    ),
+    _mutant("preemptions not counted", "programs", Scheduler, "_preempt", "request.epoch += 1", "pass"),
+    _mutant(
+        "the token of a request preempted in flight is dropped",
+        "programs",
+        Scheduler,
+        "complete",
+        "request.state != FINISHED and not request.in_cohort",
+        "request.state == RUNNING and not request.in_cohort",
+    ),
+    _mutant(
+        "the token of a request aborted in flight is kept",
+        "programs",
+        Scheduler,
+        "complete",
+        "request.state != FINISHED and not request.in_cohort",
+        "not request.in_cohort",
+    ),
+    _mutant(
+        "one token more than max_tokens",
+        "programs",
+        Scheduler,
+        "_commit_plan",
+        "outputs >= request.cap",
+        "outputs > request.cap",
+    ),
+    _mutant(
+        "deferred requests are not held back",
+        "deferred",
+        Scheduler,
+        "_is_being_written",
+        "request.block_key(num_hits) in self._writing",
+        "False",
+    ),
+    _mutant(
+        "deferred requests are held back for ever",
+        "programs",
+        Scheduler,
+        "complete",
+        "for key in flight.pending_keys:",
+        "for key in ():",
+    ),
+    Mutant(
+        "the calendar of last tokens is a step late",
+        "programs",
+        tuple(
+            Edit(
+                DecodeCohort,
+                function,
+                (
+                    (
+                        "cap_seq = request.cap + request.num_prompt - 1 - base",
+                        "cap_seq = request.cap + request.num_prompt - base",
+                    ),
+                ),
+            )
+            for function in ("join", "leave")
+        ),
+    ),
+    Mutant(
+        "a cohort's blocks come a step late",
+        "programs",
+        tuple(
+            Edit(DecodeCohort, function, (("(1 - base - self._lookahead)", "(2 - base - self._lookahead)"),))
+            for function in ("join", "leave")
+        ),
+    ),
+    Mutant(
+        "a cohort's full blocks are published a block late",
+        "hits of a running request",
+        tuple(
+            Edit(DecodeCohort, function, (("[-base % size]", "[(-base - 1) % size]"),))
+            for function in ("join", "leave")
+        ),
+    ),
+    # Fast-forward.
+    _mutant(
+        "a run goes one step past a stop",
+        "fast-forward",
+        Scheduler,
+        "horizon",
+        'turns, term = finish_bound, "finish"',
+        'turns, term = finish_bound + 1, "finish"',
+    ),
+    _mutant(
+        "a run goes one step past a last token",
+        "fast-forward",
+        Scheduler,
+        "horizon",
+        "turns, term = cap_seq - self._seq, self._cap_term(self._cohort",
+        "turns, term = cap_seq - self._seq + 1, self._cap_term(self._cohort",
+    ),
+    _mutant(
+        "a run goes one step past the last free block",
+        "fast-forward",
+        Scheduler,
+        "horizon",
+        'turns, term = within, "blocks"',
+        'turns, term = within + 1, "blocks"',
+    ),
+    _mutant(
+        "a run overlooks who left the cohort in flight",
+        "fast-forward",
+        Scheduler,
+        "horizon",
+        "if entry.detached:",
+        "if False:",
+    ),
+    _mutant(
+        "a run begins while something else is in flight",
+        "fast-forward",
+        Scheduler,
+        "horizon",
+        "not all(entry.plan.steady for entry in flight)",
+        "not flight[-1].plan.steady",
+    ),
+    _mutant(
+        "blocks counted at the wrong phase",
+        "fast-forward",
+        DecodeCohort,
+        "turns_within",
+        "(seq + step) % self._block_size",
+        "(seq + step + 1) % self._block_size",
+    ),
+    _mutant(
+        "one cycle of blocks too many",
+        "fast-forward",
+        DecodeCohort,
+        "turns_within",
+        "turns = cycles * self._block_size",
+        "turns = (cycles + 1) * self._block_size",
+    ),
+    _mutant(
+        "a run although outputs may become hits of the queue's head",
+        "followers",
+        Scheduler,
+        "_stays_blocked",
+        "return blocked and not (self._cohort.num_sharing and len(self._running) < self.config.max_num_seqs)",
+        "return blocked",
+    ),
+    _mutant(
+        "the limit of a policy ignored",
+        "fast-forward",
+        drive_module,
+        "up_to",
+        "return ends if limit >= ends[-1] else ends[: bisect_right(ends, limit) + 1]",
+        "return ends",
+    ),
+    _mutant(
+        "the limit of a policy off by one",
+        "fast-forward",
+        drive_module,
+        "up_to",
+        "bisect_right(ends, limit) + 1",
+        "bisect_right(ends, limit) + 2",
+    ),
+    _mutant(
+        "a run goes one step past the wake-up",
+        "fast-forward",
+        drive_module,
+        "drive",
+        "turns = bisect_left(ends, now)",
+        "turns = bisect_left(ends, now) + 1",
+    ),
+    _mutant(
+        "a run advances the blocks of one step less",
+        "fast-forward",
+        Scheduler,
+        "advance",
+        "for seq in range(first, last + 1):\n        crossing",
+        "for seq in range(first, max(last, first + 1)):\n        crossing",
+    ),
+    _mutant(
+        "a run advances the blocks of one step more",
+        "fast-forward",
+        Scheduler,
+        "advance",
+        "for seq in range(first, last + 1):\n        crossing",
+        "for seq in range(first, last + 2):\n        crossing",
+    ),
+    _mutant(
+        "a run's context tokens off by one step",
+        "fast-forward",
+        Scheduler,
+        "advance",
+        "context + (seq - first) * cohort.num",
+        "context + (seq - first + 1) * cohort.num",
+    ),
+    _mutant(
+        "a run's planned tokens off by one step",
+        "fast-forward",
+        Scheduler,
+        "advance",
+        "cohort.num * turns",
+        "cohort.num * (turns - 1)",
+    ),
+    _mutant(
+        "a run's members off by one token",
+        "fast-forward",
+        Scheduler,
+        "advance",
+        "cohort.advance(turns)",
+        "cohort.advance(turns - 1)",
+    ),
+    _mutant(
+        "a run completes one step less",
+        "fast-forward",
+        Scheduler,
+        "advance",
+        "self._done += turns",
+        "self._done += turns - 1",
+    ),
+    _mutant(
+        "who ends with a run stays in the cohort",
+        "fast-forward",
+        Scheduler,
+        "advance",
+        "self._retire_capped(last)",
+        "pass",
+    ),
+    _mutant(
+        "a run publishes what a step in flight writes",
+        "followers",
+        Scheduler,
+        "advance",
+        "range(first - 1 - lag, last - lag)",
+        "range(first - 1 - lag, last - lag + 2)",
+    ),
+    _mutant(
+        "a run forgets to publish",
+        "followers",
+        Scheduler,
+        "advance",
+        "self._publish_fills(last - lag)",
+        "pass",
+    ),
+    _mutant(
+        "a run's blocks recorded a step late",
+        "fast-forward",
+        Scheduler,
+        "num_blocks_taken",
+        "self._seq + step",
+        "self._seq + step + 1",
+    ),
+    _mutant(
+        "a run's context recorded a step late",
+        "fast-forward",
+        Recorder,
+        "advanced",
+        "num * (turns - 1)",
+        "num * turns",
+    ),
+]
+
+EQUIVALENT: list[tuple[Mutant, str]] = [
+    (
+        _mutant(
+            "a completed chunk does not look at the epoch",
+            "programs",
+            Scheduler,
+            "complete",
+            " and request.epoch == item.epoch",
+            "",
+        ),
+        "With at most two steps in flight, a request preempted by the newer plan cannot be admitted again before the "
+        "older one is complete, so a running request always has the epoch of its row. It would matter with three.",
+    ),
+    (
+        _mutant(
+            "a run although the queue's head was not refused",
+            "fast-forward",
+            Scheduler,
+            "_stays_blocked",
+            "return blocked and not (self._cohort.num_sharing and len(self._running) < self.config.max_num_seqs)",
+            "return not (self._cohort.num_sharing and len(self._running) < self.config.max_num_seqs)",
+        ),
+        "A head is left waiting without a refusal only while it is deferred, for what a plan in flight writes; that "
+        "plan has prefill rows, so no run begins before it is complete, and by then the head has been looked at again.",
+    ),
+]
+"""Edits that change nothing that can be seen, and why."""

@@ -1,0 +1,163 @@
+"""Seeded bugs are seen: each check passes on the core as it is, and fails on the core with the fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import test_core_config
+import test_identity
+import test_index
+import test_manager
+import test_memory_invariance
+import test_policies
+import test_pool
+from core_kit import Case, aborts_everywhere, decodes_behind_chunks, followers_everywhere, play
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.stateful import run_state_machine_as_test
+from mutants import EQUIVALENT, MUTANTS, Mutant, applied
+from strategies import cases, fast_cases
+from test_fast_forward import same_both_ways
+from test_index import run_index_machine
+from test_pool import run_pool_machine
+
+from engine.core import Scheduler
+
+NO_SHRINKING: dict[str, Any] = {
+    "phases": [Phase.generate],
+    "database": None,
+    "derandomize": True,
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+}
+
+
+@cache
+def generated(fast: bool, num: int) -> tuple[Case, ...]:
+    """The programs that the suite's strategies draw first."""
+    drawn: list[Case] = []
+
+    @settings(max_examples=num, **NO_SHRINKING)
+    @given(fast_cases() if fast else cases())
+    def draw(case: Case) -> None:
+        drawn.append(case)
+
+    draw()
+    return tuple(drawn)
+
+
+def programs() -> None:
+    for case in generated(False, 300):
+        play(case)
+
+
+def chunks() -> None:
+    for case in decodes_behind_chunks():
+        if case.config.same_step == "share":
+            play(case)
+
+
+def aborts() -> None:
+    for case in aborts_everywhere()[::3]:
+        play(case)
+
+
+def followers() -> None:
+    for case in followers_everywhere():
+        same_both_ways(case)
+
+
+def fast_forward() -> None:
+    for case in generated(True, 250):
+        same_both_ways(case)
+
+
+def pool() -> None:
+    for free_order in ("blank-first", "single-queue"):
+        test_pool.test_drop_takes_a_multiset(free_order)
+        test_pool.test_a_take_that_fails_changes_nothing(free_order)
+        run_pool_machine(free_order, max_examples=20, stateful_step_count=20, **NO_SHRINKING)
+
+
+def index() -> None:
+    test_index.test_losing_one_duplicate_leaves_the_others()
+    run_index_machine(max_examples=20, stateful_step_count=20, **NO_SHRINKING)
+
+
+def manager() -> None:
+    run_state_machine_as_test(
+        test_manager.ManagerMachine, settings=settings(max_examples=20, stateful_step_count=20, **NO_SHRINKING)
+    )
+
+
+def identity() -> None:
+    test_identity.test_a_salt_is_not_an_adapter()
+    test_identity.test_a_key_covers_the_parent()
+    test_identity.test_a_salt_keeps_the_tenants_of_a_trace_apart()
+
+
+CHECKS: dict[str, Callable[[], object]] = {
+    "programs": programs,
+    "chunks": chunks,
+    "aborts": aborts,
+    "fast-forward": fast_forward,
+    "followers": followers,
+    "pool": pool,
+    "lazy queue": lambda: test_pool.test_a_queue_that_skips_is_a_queue(20),
+    "index": index,
+    "manager": manager,
+    "identity": identity,
+    "hits": lambda: test_memory_invariance.test_a_follow_up_hits_prompt_and_output(True),
+    "hits of a running request": lambda: [
+        test_memory_invariance.test_a_running_request_is_hit_up_to_where_it_is(turn, 2, "share", 1) for turn in (2, 3)
+    ],
+    "private": test_manager.test_private_content_comes_back_to_its_own_request_alone,
+    "lookup": lambda: test_manager.test_a_lookup_changes_nothing("blank-first"),
+    "deferred": test_memory_invariance.test_deferred_requests_start_one_step_later,
+    "refused": lambda: test_core_config.test_a_request_that_can_never_be_served_is_refused(20, 2, "can never fit"),
+    "watermark": test_core_config.test_the_watermark_counts_only_while_something_runs,
+    "whole prompt": lambda: test_core_config.test_admission_looks_at_the_whole_prompt(True, (0,)),
+    "victims": test_policies.test_a_victim_that_has_its_place_is_refused,
+}
+"""Parts of the suite, cut short where they are long: each raises where it fails."""
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_core_as_it_is_passes(check: str) -> None:
+    """What is to fail with a fault passes without one."""
+    CHECKS[check]()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_the_suite_sees(mutant: Mutant) -> None:
+    """A fault that is written into the core makes its check fail."""
+    with applied(mutant):
+        try:
+            CHECKS[mutant.check]()
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - however it shows
+            return
+    raise AssertionError(f"nothing fails with this fault: {mutant.name}")
+
+
+@pytest.mark.parametrize("mutant", [mutant for mutant, _ in EQUIVALENT], ids=[m.name for m, _ in EQUIVALENT])
+def test_nothing_can_see(mutant: Mutant) -> None:
+    """An edit that is listed as equivalent indeed changes nothing that its check could see."""
+    with applied(mutant):
+        CHECKS[mutant.check]()
+
+
+def test_a_fault_is_gone_after_its_context() -> None:
+    """Faults do not stay: after the context the core has its own functions again, also if the check failed."""
+    before = {name: vars(Scheduler)[name] for name in ("add", "_admit", "complete", "advance")}
+    for mutant in MUTANTS:
+        with pytest.raises(ZeroDivisionError), applied(mutant):
+            raise ZeroDivisionError
+    assert {name: vars(Scheduler)[name] for name in before} == before
+
+
+def test_there_are_enough_and_their_names_differ() -> None:
+    """The list does not shrink unnoticed, and a name stands for one fault."""
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(names) == len(set(names)) >= 60
