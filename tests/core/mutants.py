@@ -225,7 +225,7 @@ MUTANTS: list[Mutant] = [
                 "allocate",
                 (
                     ("self.pool.share(hits)", "pass"),
-                    ("request.table = [*hits, *blocks]", "self.pool.share(hits); request.table = [*hits, *blocks]"),
+                    ("if num > 0 else list(hits)", "if num > 0 else list(hits); self.pool.share(hits)"),
                 ),
             ),
         ),

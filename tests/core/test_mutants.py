@@ -11,7 +11,7 @@ import test_core_config
 import test_identity
 import test_index
 import test_manager
-import test_memory_invariance
+import test_outputs_and_hits
 import test_policies
 import test_pool
 from core_kit import Case, aborts_everywhere, decodes_behind_chunks, followers_everywhere, play
@@ -109,13 +109,13 @@ CHECKS: dict[str, Callable[[], object]] = {
     "index": index,
     "manager": manager,
     "identity": identity,
-    "hits": lambda: test_memory_invariance.test_a_follow_up_hits_prompt_and_output(True),
+    "hits": lambda: test_outputs_and_hits.test_a_follow_up_hits_prompt_and_output(True),
     "hits of a running request": lambda: [
-        test_memory_invariance.test_a_running_request_is_hit_up_to_where_it_is(turn, 2, "share", 1) for turn in (2, 3)
+        test_outputs_and_hits.test_a_running_request_is_hit_up_to_where_it_is(turn, 2, "share", 1) for turn in (2, 3)
     ],
     "private": test_manager.test_private_content_comes_back_to_its_own_request_alone,
     "lookup": lambda: test_manager.test_a_lookup_changes_nothing("blank-first"),
-    "deferred": test_memory_invariance.test_deferred_requests_start_one_step_later,
+    "deferred": test_outputs_and_hits.test_deferred_requests_start_one_step_later,
     "refused": lambda: test_core_config.test_a_request_that_can_never_be_served_is_refused(20, 2, "can never fit"),
     "watermark": test_core_config.test_the_watermark_counts_only_while_something_runs,
     "whole prompt": lambda: test_core_config.test_admission_looks_at_the_whole_prompt(True, (0,)),
