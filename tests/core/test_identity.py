@@ -12,7 +12,7 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
 TAGS = st.sampled_from([b"", b"a", b"b", b"ab", b"ba", b"salt", b"adapter", b"a\x00"])
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(TOKENS, TOKENS, TAGS, TAGS, TAGS, TAGS, st.integers(1, 3))
 def test_keys_are_equal_exactly_where_everything_before_is(
     one: list[int], two: list[int], salt: bytes, salt2: bytes, adapter: bytes, adapter2: bytes, size: int

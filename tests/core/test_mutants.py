@@ -49,7 +49,7 @@ def generated(fast: bool, num: int) -> tuple[Case, ...]:
 
 
 def programs() -> None:
-    for case in generated(False, 300):
+    for case in generated(False, 200):
         play(case)
 
 
@@ -60,17 +60,17 @@ def chunks() -> None:
 
 
 def aborts() -> None:
-    for case in aborts_everywhere()[::3]:
+    for case in aborts_everywhere()[::5]:
         play(case)
 
 
 def followers() -> None:
-    for case in followers_everywhere():
+    for case in followers_everywhere()[::2]:
         same_both_ways(case)
 
 
 def fast_forward() -> None:
-    for case in generated(True, 250):
+    for case in generated(True, 160):
         same_both_ways(case)
 
 

@@ -10,7 +10,7 @@ from strategies import cases, same_jobs_twice
 from engine.core import SchedulerConfig
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(same_jobs_twice())
 def test_outputs_do_not_depend_on_memory(pair: tuple[Case, Case]) -> None:
     """P16: pool, block size, prefix caching, free order, same-step sharing and steps in flight change no output."""
@@ -81,7 +81,7 @@ def test_deferred_requests_start_one_step_later() -> None:
     assert turns["share"] == turns["off"] == turns["defer"] - 1
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(cases(min_jobs=3))
 def test_nobody_is_preempted_for_ever(case: Case) -> None:
     """P7: a request is preempted at most once for each token that it and those before it may have."""
