@@ -10,6 +10,7 @@ JOBS ?= 2
 .PHONY: venv demo test test-long lint format clean
 
 venv: $(STAMP)
+	@$(BIN)/python -m engine.compiled
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -9,6 +9,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# The reference is what is tested in this process, and what the seeded bugs are planted in; test_compiled.py holds the
+# compiled build against it.
+os.environ.setdefault("KVTWIN_PURE", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

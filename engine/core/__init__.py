@@ -11,6 +11,11 @@ records            what happened, in columns
 drive              the loop that joins scheduler and executor
 """
 
+# ruff: noqa: E402
+from engine.compiled import prefer_compiled
+
+prefer_compiled(__name__, __path__)
+
 from engine.core.errors import ConfigError, CoreError, InvalidRequest, InvariantError, NoFreeBlocks, PolicyError
 from engine.core.identity import SpanIdentity, TokenIdentity
 from engine.core.policies import Admission, Order, Policy, RequestView, Victim, load_policy

@@ -15,7 +15,7 @@ from engine.core.types import NO_LIMIT, BlockHash
 
 __all__ = ["SpanIdentity", "TokenIdentity"]
 
-_OFFSET_BITS = 32
+_POSITION_BITS = 32
 
 
 class TokenIdentity:
@@ -61,8 +61,8 @@ class TokenIdentity:
 class SpanIdentity:
     """The identity of a trace's request, which has no tokens: a list of (span id, number of tokens).
 
-    A span id names the whole prefix up to the span's end, so the last token of a block, given as (span id, offset),
-    already names all of the block's content. Any block size works on any trace.
+    A span id names the whole prefix up to the span's end, so the last token of a block, given as (span id, position in
+    the prompt), already names all of the block's content. Any block size works on any trace.
 
     `output_id` names the generated tokens, so that a later request whose spans contain it can hit them; without it,
     they are private. `shared_tokens` may be given smaller than the prompt where it is known that nobody else has
@@ -106,7 +106,7 @@ class SpanIdentity:
         if last >= self._prompt_tokens and self._output_id is None:
             raise IndexError(f"block {index} reaches beyond the {self._prompt_tokens} tokens that have an identity")
         span = bisect_right(self._starts, last) - 1
-        name = (self._ids[span] << _OFFSET_BITS) | (last - self._starts[span])
+        name = (self._ids[span] << _POSITION_BITS) | last
         return BlockHash((self._salt, name) if self._salt else name)
 
     def append(self, token: int) -> None:

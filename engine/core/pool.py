@@ -212,6 +212,8 @@ class BlockPool:
     def drop(self, blocks: Sequence[BlockId], keep: Sequence[BlockId] = ()) -> None:
         """Give back one reference to each block, in this order. At the last one the block becomes free.
 
+        Those without content become free before those that are kept, as in a table that is given back last block first.
+
         `keep`: those among them whose content is worth keeping from now on.
 
         Raises:

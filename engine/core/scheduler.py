@@ -49,6 +49,13 @@ Horizon = tuple[int, str]
 plain decode steps), `finish`, `max_tokens`, `max_model_len` or `blocks`."""
 
 
+def _whole_numbers(key: tuple[int, ...]) -> tuple[int, ...]:
+    """What an order policy answered, if requests can be sorted by it."""
+    if not isinstance(key, tuple) or not all(isinstance(part, int) for part in key):
+        raise TypeError(f"key() must give a tuple of whole numbers, and gave {key!r}")
+    return key
+
+
 class CohortRows:
     """The decode rows of one plan."""
 
@@ -167,7 +174,7 @@ class Scheduler:
             num_preemptions=0,
         )
         order = self._order
-        key = self._ask(order, lambda: (*order.key(view), spec.arrival, id))
+        key = (*self._ask(order, lambda: _whole_numbers(order.key(view))), spec.arrival, id)
         request = Request(id, spec, cap, shared, key)
         self._next_id += 1
         self._requests[id] = request
@@ -609,7 +616,8 @@ class Scheduler:
     def _note_writes(self, request: Request, start: int) -> None:
         """Remember which contents the plan being made writes, so that nobody computes them a second time."""
         size = self.config.block_size
-        for i in range(start // size, min(request.sched // size, request.shared_blocks)):
+        known = min(request.sched, request.known)  # a token that is still being sampled has no content yet
+        for i in range(start // size, min(known // size, request.shared_blocks)):
             key = request.block_key(i)
             self._writing[key] = self._writing.get(key, 0) + 1
             self._new_writes.append(key)
@@ -730,7 +738,10 @@ class Scheduler:
         if not self.config.policies:
             return limit
         for policy in (self._order, self._admission, self._victim):
-            limit = min(limit, self._ask(policy, partial(policy.stable_until, now)))
+            answer = self._ask(policy, partial(policy.stable_until, now))
+            if not isinstance(answer, int):
+                raise PolicyError(f"policy {policy.name}: stable_until() must give a time in ns, and gave {answer!r}")
+            limit = min(limit, answer)
         return limit
 
     def advance(self, ends: Sequence[int]) -> list[StepPlan]:

@@ -257,7 +257,6 @@ def ask_for_limit() -> None:
     Scheduler(config(policies=(LimitOfNone(),))).stable_until(0)
 
 
-@pytest.mark.xfail(strict=True, reason="answers are not checked where they are asked for", raises=TypeError)
 @pytest.mark.parametrize(("ask", "name"), [(ask_for_order, "KeyOfText"), (ask_for_limit, "LimitOfNone")])
 def test_an_answer_of_the_wrong_type_is_named(ask: Callable[[], None], name: str) -> None:
     """An answer that the scheduler cannot compare is the policy's error, and names it."""

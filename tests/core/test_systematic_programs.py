@@ -27,13 +27,7 @@ def test_an_abort_at_any_point_harms_nobody() -> None:
         ("off", 1),
         ("off", 2),
         ("defer", 1),
-        pytest.param(
-            "defer",
-            2,
-            marks=pytest.mark.xfail(
-                strict=True, raises=IndexError, reason="_note_writes names a block whose last token is not known yet"
-            ),
-        ),
+        ("defer", 2),
     ],
 )
 def test_decodes_behind_chunks_wait_and_go_on(same_step: str, depth: int) -> None:
