@@ -8,6 +8,7 @@ written), 1 and a traceback: a fault of ours.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import sys
@@ -304,6 +305,8 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     for key in command.required:
         if getattr(config, key) is None:
             raise UsageError(f"`kvtwin {name}` needs {options()[key].flag}.")
+    if config.out == "":
+        raise UsageError("--out is empty; name a folder or file.")
 
     from experiments.terminal import Terminal
 
@@ -315,8 +318,11 @@ def _run(name: str, command: Command, words: list[str]) -> int:
             raise UsageError(f"`kvtwin {name}` needs {error.name}: pip install 'kvtwin[engine]'.") from error
         raise
     terminal = Terminal(quiet_stdout=args.json)
+    # With --json, standard output is for the summary alone, whatever a user's policy prints.
+    stdout = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     try:
-        summary = execute(config, args, terminal)
+        with stdout:
+            summary = execute(config, args, terminal)
     except ModuleNotFoundError as error:
         if error.name in ("torch", "tokenizers", "safetensors"):
             raise UsageError(f"`kvtwin {name}` needs {error.name}: pip install 'kvtwin[engine]'.") from error

@@ -23,7 +23,7 @@ import numpy as np
 
 from experiments import metrics
 from experiments.config import Config
-from experiments.errors import ResultsError
+from experiments.errors import ResultsError, UsageError
 from experiments.results import Results, read_json, read_results, write_json
 
 if TYPE_CHECKING:
@@ -321,6 +321,8 @@ def sentences(content: dict[str, Any]) -> list[str]:
 def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
     """`kvtwin compare`: compare.json, the plots and a page in --out; the table on the terminal."""
     folders = [args.real, *(folder for group in args.again for folder in group)]
+    if len({Path(folder).resolve() for folder in folders}) < len(folders):
+        raise UsageError("A real run is named twice; further runs (--again) must be folders of their own.")
     real = [read_results(folder, "real") for folder in folders]
     simulated = read_results(args.simulated, "simulated")
     content = compare(real, simulated)

@@ -34,8 +34,10 @@ def load_recorded(path: str | Path) -> dict[str, Any]:
     missing = {"workloads", "steps_in_flight"} - set(recorded if isinstance(recorded, dict) else ())
     if missing:
         raise UsageError(f"{path} is not a file of recorded decisions: it has no {', '.join(sorted(missing))}")
+    if recorded["steps_in_flight"] not in (1, 2):
+        raise UsageError(f"{path}: steps_in_flight is {recorded['steps_in_flight']!r}; it must be 1 or 2")
     for i, workload in enumerate(recorded["workloads"]):
-        lacking = {"config", "requests", "steps", "total"} - set(workload)
+        lacking = {"config", "requests", "steps", "total"} - set(workload if isinstance(workload, dict) else ())
         if lacking:
             raise UsageError(f"{path}: workload {i} has no {', '.join(sorted(lacking))}")
     return dict(recorded)
@@ -112,7 +114,12 @@ def replay_recorded(path: str | Path, preset_name: str, check: bool = False) -> 
     differences: list[dict[str, Any]] = []
     identical = 0
     for number, workload in enumerate(recorded["workloads"]):
-        steps, total = replay_workload(workload, options, recorded["steps_in_flight"], check)
+        try:
+            steps, total = replay_workload(workload, options, recorded["steps_in_flight"], check)
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            raise UsageError(
+                f"{path}: workload {number} is not of the layout of recorded decisions: {error}"
+            ) from error
         found = _first_difference(workload["steps"], steps)
         if found is None and total != workload["total"]:
             found = {"turn": total, "field": "total", "recorded": workload["total"], "ours": total}

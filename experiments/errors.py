@@ -39,7 +39,7 @@ def one_sentence(error: BaseException) -> str | None:
     The other packages' error classes are looked up among the modules already loaded: an error that was raised
     comes from a module that is.
     """
-    if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError):
+    if isinstance(error, OSError) and error.filename is not None:
         problem = (error.strerror or "cannot be opened").lower()
         return f"{error.filename}: {problem}." if error.filename else f"{error}."
     invariant = getattr(sys.modules.get("engine.core.errors"), "InvariantError", ())

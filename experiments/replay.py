@@ -32,6 +32,7 @@ from experiments.serving import scheduler_options
 
 __all__ = ["Difference", "replay_differences", "replay_run"]
 
+TOKENS = ("request", "arrival_ns", "max_tokens", "priority", "tenant", "prompt", "output", "outcome")
 FIELDS = ("rows", "starts", "tokens", "taken", "hits", "preempted", "finished", "usage")
 
 
@@ -58,6 +59,14 @@ class _Recorded:
     def __init__(self, folder: Path, block_size: int) -> None:
         turns = read_table(folder / "replay.parquet")
         tokens = read_table(folder / "tokens.parquet")
+        wanted = {
+            "replay": (turns, ("now_ns", "step", "end_ns", "added", "aborted", *FIELDS)),
+            "tokens": (tokens, TOKENS),
+        }
+        for name, (table, columns) in wanted.items():
+            lacking = set(columns) - set(table)
+            if lacking:
+                raise ResultsError(f"{folder} is damaged: {name}.parquet has no column {min(lacking)}; run it again.")
         self.now = [int(now) for now in turns["now_ns"]]
         self.steps: list[dict[str, Any]] = [
             {"step": int(turns["step"][i]), **{name: [int(v) for v in turns[name][i]] for name in FIELDS}}

@@ -262,6 +262,8 @@ def read_results(path: str | os.PathLike[str], kind: str | None = None) -> Resul
     if not (folder / "manifest.json").is_file():
         raise ResultsError(f"{path} holds no results: there is no manifest.json in it.")
     manifest = read_json(folder / "manifest.json")
+    if not isinstance(manifest, dict):
+        raise ResultsError(f"{path} is damaged: its manifest.json is not one of ours; run it again.")
     if kind is not None and manifest.get("kind") != kind:
         command = "run" if kind == "real" else "simulate"
         raise ResultsError(
@@ -270,7 +272,12 @@ def read_results(path: str | os.PathLike[str], kind: str | None = None) -> Resul
     missing = [n for n in ("requests.parquet", "steps.parquet", "summary.json") if not (folder / n).is_file()]
     if missing:
         raise ResultsError(f"{path} is unfinished: {missing[0]} is missing; run it again.")
-    options = manifest.get("configuration", {})
+    options = manifest.get("configuration")
+    if not isinstance(options, dict):
+        raise ResultsError(f"{path} is damaged: its manifest.json names no configuration; run it again.")
+    summary = read_json(folder / "summary.json")
+    if not isinstance(summary, dict):
+        raise ResultsError(f"{path} is damaged: its summary.json is not one of ours; run it again.")
     gaps = folder / "gaps.parquet"
     tables = Tables(
         read_table(folder / "requests.parquet"),
@@ -279,4 +286,11 @@ def read_results(path: str | os.PathLike[str], kind: str | None = None) -> Resul
         steps_in_flight=2 if options.get("async_scheduling") else 1,
         block_size=int(options.get("block_size", 16)),
     )
-    return Results(folder, manifest, read_json(folder / "summary.json"), tables)
+    for name, table, columns in (
+        ("requests", tables.requests, ("arrival_ns", "first_token_ns", "finish_ns", "output_tokens", "outcome")),
+        ("steps", tables.steps, ("step", "num_steps", "start_ns", "end_ns", "num_decodes")),
+    ):
+        lacking = set(columns) - set(table)
+        if lacking:
+            raise ResultsError(f"{path} is damaged: {name}.parquet has no column {min(lacking)}; run it again.")
+    return Results(folder, manifest, summary, tables)

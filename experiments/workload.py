@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.config import Config
+from experiments.errors import UsageError
 
 if TYPE_CHECKING:
     from traces import Trace
@@ -32,7 +33,10 @@ def load_trace(config: Config, path: str | None = None) -> Trace:
         options = {"dequantize": True, "seed": config.seed}
     elif config.seed and Path(name).suffix in (".yaml", ".yml"):
         options = {"seed": config.seed}
-    trace = traces.load(name, **options)
+    try:
+        trace = traces.load(name, **options)
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise UsageError(f"{name} cannot be read as a trace: {error}.") from error
     if config.num_requests is not None and config.num_requests < len(trace):
         trace = trace.head(config.num_requests)
     return trace

@@ -388,6 +388,8 @@ def calibrate(profile: str | Path | pd.DataFrame, about: Mapping[str, Any] | Non
         frame, found = profile, dict(about or {})
         content = frame.to_csv(index=False).encode()
         found.setdefault("digest", hashlib.sha256(content).hexdigest())
+    if not len(frame):
+        raise CalibrationError("The profile has no batches; make one with 'kvtwin profile'.")
     everything, kinds = _batches(frame)
     buckets = _graph_sizes(found)
     hull = _hull(everything.take(~np.isin(kinds, _HELD_OUT)))
@@ -494,6 +496,12 @@ def load_calibration(path: str | Path) -> Calibration:
             about=dict(values["about"]),
         )
         loaded.step_time()
+        for coefficients in (loaded.coefficients, *loaded.refits):
+            missing = {"ridge", *_TERMS} - set(coefficients)
+            if missing:
+                raise KeyError(f"coefficient {min(missing)}")
+        if "all" not in loaded.errors:
+            raise KeyError("errors of all batches")
         for refit in loaded.refits:
             StepTime.from_coefficients(refit)
         if not math.isfinite(loaded.band):

@@ -118,6 +118,8 @@ def _read_azure_2023(file: TraceFile) -> Trace:
             raise file.error(
                 number, f"TIMESTAMP is {when!r}; it must look like 2023-11-16 18:15:46.6805900, without a time zone"
             )
+        if not "1970" <= when[:4] < "2262":
+            raise file.error(number, f"TIMESTAMP is {when!r}; the year must be from 1970 to 2261")
         times.append(when)
         numbers.append(number)
         prompt.append(_azure_count(file, number, "ContextTokens", cells[1]))

@@ -152,7 +152,7 @@ def load_policy(where: str) -> Policy:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PolicyError(f"policy {where!r}: {path} does not run: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if found is None:
@@ -165,7 +165,7 @@ def load_policy(where: str) -> Policy:
             raise PolicyError(f"policy {where!r}: {name} must define {method}()")
     try:
         policy = found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PolicyError(f"policy {where!r}: {name}() fails: {type(error).__name__}: {error}") from error
     assert isinstance(policy, Policy)  # it is an instance of a subclass
     return policy

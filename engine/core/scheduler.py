@@ -602,7 +602,7 @@ class Scheduler:
             return question()
         except CoreError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PolicyError(f"policy {policy.name} failed: {type(error).__name__}: {error}") from error
 
     # ---- same-step sharing

@@ -254,6 +254,15 @@ class Engine:
         self.model = self.model._replace(weights={})
         self.config = _scheduler_config(args, self.model.config, self.dtype)
         config = self.model.config
+        cache_bytes = (
+            self.config.num_blocks * self.config.block_size * config.kv_elements_per_token * self.dtype.itemsize
+        )
+        if cache_bytes > _available_memory():
+            needed, free = cache_bytes / 2**30, _available_memory() / 2**30
+            raise OptionError(
+                f"num_gpu_blocks_override: {self.config.num_blocks} KV blocks take {needed:.1f} GiB, and this machine "
+                f"has {free:.1f} GiB free; give fewer"
+            )
         self.cache = PagedKVCache(
             config.num_layers,
             self.config.num_blocks,
