@@ -74,7 +74,7 @@ def replay_workload(
             names.append(request["id"])
             outputs[len(names) - 1] = 0
         plan = scheduler.schedule(turn)
-        if plan.num_rows:
+        if plan.runs:
             rows = scheduler.scheduled_order(plan)
             steps.append(
                 [
@@ -87,14 +87,14 @@ def replay_workload(
                 ]
             )
             flight.append((plan, [row.request for row in rows if row.samples]))
-        while flight and (len(flight) >= steps_in_flight or not plan.num_rows):
+        while flight and (len(flight) >= steps_in_flight or not plan.runs):
             oldest, samples = flight.popleft()
             tokens = {}
             for id in samples:
                 tokens[id] = output_token(names[id], outputs[id])
                 outputs[id] += 1
             scheduler.complete(oldest, StepOutcome(turn, tokens))
-            if plan.num_rows:
+            if plan.runs:
                 break
         if check:
             scheduler.check()

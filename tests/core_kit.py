@@ -306,7 +306,7 @@ def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
         abort(in_flight=False)
         plan = scheduler.schedule(turn)
         preempted.update(shadow.job_of[request] for request in plan.preempted)
-        if plan.num_rows:
+        if plan.runs:
             _check_plan(plan, scheduler)
             _check_order(plan, scheduler, order)
             for row in scheduler.scheduled_order(plan):
@@ -318,7 +318,7 @@ def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
         abort(in_flight=True)
         scheduler.check()
         completed = False
-        while flight and (len(flight) >= config.steps_in_flight or not plan.num_rows):
+        while flight and (len(flight) >= config.steps_in_flight or not plan.runs):
             completed = True
             oldest = flight.popleft()
             for finish in scheduler.complete(oldest, shadow.collect()).finished:
@@ -326,11 +326,11 @@ def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
             if not flight:
                 shadow.confirm()
             scheduler.check()
-            if plan.num_rows:
+            if plan.runs:
                 break
         turn += 1
         assert turn < bound, "no end in sight: " + "; ".join(map(repr, scheduler._requests.values()))
-        stuck = not (plan.num_rows or plan.preempted or completed or arrivals) and scheduler.has_unfinished
+        stuck = not (plan.runs or plan.preempted or completed or arrivals) and scheduler.has_unfinished
         aborts_later = any(j.abort_at is not None and j.abort_at >= turn for j in jobs)
         assert not stuck or aborts_later, "requests wait, nothing runs, and nothing will come"
     pool = scheduler.manager.pool

@@ -99,7 +99,7 @@ def drive(
             recorder.planned(plan)
             if log is not None:
                 log.planned(plan)
-            if not plan.num_rows:
+            if not plan.runs:
                 break
             executor.submit(plan, scheduler, now)
             flight.append(plan)

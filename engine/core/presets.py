@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.core.cost import CostModel
 from engine.core.errors import ConfigError
 from engine.core.policies import ORDERS, Policy
 from engine.core.pool import FREE_ORDERS
 
-__all__ = ["PRESETS", "SAME_STEP", "SchedulerConfig", "preset", "usable_blocks"]
+__all__ = ["PREEMPTION_MODES", "PRESETS", "SAME_STEP", "SchedulerConfig", "preset", "usable_blocks"]
 
 SAME_STEP = ("share", "off", "defer")
+PREEMPTION_MODES = ("recompute", "swap", "swap-groups", "auto", "reject")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,18 @@ class SchedulerConfig:
     """A prefix that a step in flight writes: `share` it at once, `off` (compute it again), or `defer` until written."""
     free_order: str = "blank-first"
     """Which free blocks are used first: see engine.core.pool."""
+    preemption_mode: str = "recompute"
+    """What becomes of a request that loses its blocks: `recompute` (drop them), `swap` (to the host and back), `auto`
+    (what `cost_model` says is cheaper), `reject` (end it), or `swap-groups`, as vLLM V0: swap sequences of a request
+    with several, recompute others. Where the host has no room, a swap becomes a recompute."""
+    num_host_blocks: int = 0
+    """Blocks of host memory, for swapped requests and the host tier."""
+    host_tier: bool = False
+    """Copy cached blocks to the host too, and bring them back on a hit that the device has lost."""
+    transfer_lease_ns: int = 60_000_000_000
+    """How long a transfer of the host tier may take before it counts as failed."""
+    cost_model: CostModel | None = None
+    """For preemption_mode `auto`."""
     scheduling_policy: str = "fcfs"
     steps_in_flight: int = 1
     """1: schedule, run, complete. 2: schedule the next step while one runs (asynchronous scheduling)."""
@@ -62,7 +76,24 @@ class SchedulerConfig:
             raise ConfigError(f"watermark is {self.watermark}; it must be at least 0 and below 1")
         if self.steps_in_flight not in (1, 2):
             raise ConfigError(f"steps_in_flight is {self.steps_in_flight}; it must be 1 or 2")
-        choices = {"same_step": SAME_STEP, "free_order": FREE_ORDERS, "scheduling_policy": ORDERS}
+        if self.num_host_blocks < 0:
+            raise ConfigError(f"num_host_blocks is {self.num_host_blocks}; it must be 0 or more")
+        if self.transfer_lease_ns < 1:
+            raise ConfigError(f"transfer_lease_ns is {self.transfer_lease_ns}; it must be at least 1")
+        if self.preemption_mode in ("swap", "auto") and not self.num_host_blocks:
+            raise ConfigError(
+                f"preemption_mode is {self.preemption_mode!r}, but there are no host blocks to swap to; set swap_space"
+            )
+        if self.preemption_mode == "auto" and self.cost_model is None:
+            raise ConfigError("preemption_mode is 'auto', which needs a cost model; give a calibration that has swaps")
+        if self.host_tier and not (self.num_host_blocks and self.enable_prefix_caching):
+            raise ConfigError("host_tier needs host blocks and enable_prefix_caching")
+        choices = {
+            "preemption_mode": PREEMPTION_MODES,
+            "same_step": SAME_STEP,
+            "free_order": FREE_ORDERS,
+            "scheduling_policy": ORDERS,
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")

@@ -129,7 +129,7 @@ class Recorder:
 
     def planned(self, plan: StepPlan) -> None:
         """A plan was made; to be called before the next is."""
-        if not plan.num_rows:
+        if not plan.runs:
             self._lost += len(plan.preempted)  # counted with the next plan that runs
             return
         tokens = work = 0
@@ -304,7 +304,7 @@ class DecisionLog:
     def planned(self, plan: StepPlan) -> None:
         self.turns.append((plan.now, plan.seq, self._added, self._aborted))
         self._added, self._aborted = [], []
-        if not plan.num_rows:
+        if not plan.runs:
             return
         scheduler = self._scheduler
         rows: list[PlanItem] = scheduler.scheduled_order(plan)

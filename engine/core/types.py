@@ -24,6 +24,8 @@ __all__ = [
     "StepEvents",
     "StepOutcome",
     "StepPlan",
+    "Transfer",
+    "TransferEnd",
     "Usage",
 ]
 
@@ -71,6 +73,11 @@ class RequestSpec(NamedTuple):
     """Lower is served first, as in vLLM."""
     deadline: int = NO_LIMIT
     tenant: int = 0
+    n: int = 1
+    """Sequences that it generates from one prompt: they share its blocks, and each has an id of its own, from the id
+    that `add` returns on."""
+    beam: bool = False
+    """The `n` sequences are a beam: they take every step together, and its outcome says which continues which."""
 
 
 class PlanItem(NamedTuple):
@@ -87,8 +94,25 @@ class PlanItem(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
+    """The whole content of one block, in all layers. Which tiers the ids belong to, the phase says."""
+
     src: BlockId
     dst: BlockId
+
+
+class Transfer(NamedTuple):
+    """Copies between the tiers that run beside steps. Until it ends it holds a reference to every block in it."""
+
+    id: int
+    load: bool
+    """From host to device (a promotion), or else from device to host (a store)."""
+    copies: tuple[BlockCopy, ...]
+
+
+class TransferEnd(NamedTuple):
+    id: int
+    ok: bool
+    """False: nothing can be said of what is in its destination blocks, and nothing writes to them any more."""
 
 
 class Cohort(Protocol):
@@ -110,7 +134,9 @@ class Cohort(Protocol):
 class StepPlan:
     """What the executor has to do in one step. Steps run in the order of `seq`.
 
-    Phases run in the order swap_out, swap_in, copies, writes (prefills and decodes together).
+    Phases run in the order swap_out (device to host), swap_in (host to device), copies (device to device), writes
+    (prefills and decodes together). No block is written twice in a phase, or both read and written. `transfers` begin
+    after the copies and run beside this step and later ones; their ends are told with the outcome of a step.
     """
 
     __slots__ = (
@@ -118,13 +144,17 @@ class StepPlan:
         "copies",
         "decodes",
         "joined",
+        "loading",
         "now",
         "preempted",
         "prefills",
+        "rejected",
+        "revoked",
         "seq",
         "steady",
         "swap_in",
         "swap_out",
+        "transfers",
     )
 
     def __init__(
@@ -155,6 +185,19 @@ class StepPlan:
         self.copies: tuple[BlockCopy, ...] = ()
         self.swap_out: tuple[BlockCopy, ...] = ()
         self.swap_in: tuple[BlockCopy, ...] = ()
+        self.transfers: tuple[Transfer, ...] = ()
+        self.revoked: tuple[int, ...] = ()
+        """Transfers whose lease is over: they must not read or write anything from now on, and have failed."""
+        self.loading: tuple[tuple[int, int], ...] = ()
+        """(request, leading tokens that it need not compute) of those admitted that wait for a load first."""
+        self.rejected: tuple[Finish, ...] = ()
+        """Requests that were given up for lack of blocks (preemption_mode `reject`). Also where the plan is not run."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is anything to do. If not, the plan is not submitted, has seq 0, and may still have preempted
+        somebody. A plan that runs may have no rows: it then waits for the next transfer to end."""
+        return self.seq > 0
 
     @property
     def num_tokens(self) -> int:
@@ -163,14 +206,15 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        """0: nothing could be scheduled. Such a plan is not run, has seq 0, and may still have preempted somebody."""
+        """Requests that compute something in this step."""
         return self.decodes.num + len(self.prefills)
 
 
 class Finish(NamedTuple):
     request: int
     reason: str
-    """`stop` (met a stop token or string), `length` (max_tokens or the model's length) or `abort`."""
+    """`stop` (met a stop token or string), `length` (max_tokens or the model's length), `abort`, or `no-memory` (given
+    up where blocks ran out)."""
     num_output_tokens: int = 0
     """How many outputs it has got. Filled in by the core."""
     num_preemptions: int = 0
@@ -186,8 +230,11 @@ class StepOutcome(NamedTuple):
     """The sampled token of each request that sampled. None where tokens have no value (the simulator)."""
     finished: tuple[Finish, ...] = ()
     """Who met a stop in this step. Reaching max_tokens is the core's to notice, and need not be told."""
-    parents: tuple[int, ...] = ()
-    """Reorders a beam or sampling group; empty where there is none."""
+    parents: Mapping[int, int] | None = None
+    """For sequences of a beam: whose tokens (up to the one sampled in this step) each continues; its own if not named.
+    When a request with n > 1 samples for the first time, `tokens` has one for each of its n sequences."""
+    transfers: tuple[TransferEnd, ...] = ()
+    """Transfers that have ended since the outcome before."""
 
 
 class StepEvents(NamedTuple):
@@ -199,6 +246,8 @@ class StepEvents(NamedTuple):
     """(request, number of the plan that sampled its previous token), of rows outside the cohort: the gap between
     the two tokens may span several steps."""
     finished: tuple[Finish, ...]
+    forked: tuple[tuple[int, int], ...] = ()
+    """(parent, child): sequences that began in this step, before anything else here happened to them."""
 
 
 class Usage(NamedTuple):

@@ -29,24 +29,27 @@ def config(**changes: Any) -> SchedulerConfig:
     return SchedulerConfig(**{**BASE, **changes})
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "fix"),
-    [
-        *((name, value, "at least 1") for name in ("num_blocks", "max_model_len", "block_size") for value in (0, -1)),
-        ("max_num_seqs", 0, "at least 1"),
-        ("max_num_batched_tokens", 0, "at least 1"),
-        ("long_prefill_token_threshold", -1, "0 or more"),
-        ("num_lookahead_tokens", -1, "0 or more"),
-        ("watermark", -0.1, "at least 0 and below 1"),
-        ("watermark", 1.0, "at least 0 and below 1"),
-        ("watermark", float("nan"), "at least 0 and below 1"),
-        ("steps_in_flight", 0, "1 or 2"),
-        ("steps_in_flight", 3, "1 or 2"),
-        ("same_step", "sometimes", "share, off, defer"),
-        ("free_order", "lru", "single-queue, blank-first"),
-        ("scheduling_policy", "sjf", "fcfs, priority"),
-    ],
-)
+OUT_OF_RANGE: list[tuple[str, object, str]] = [
+    *((name, value, "at least 1") for name in ("num_blocks", "max_model_len", "block_size") for value in (0, -1)),
+    ("max_num_seqs", 0, "at least 1"),
+    ("max_num_batched_tokens", 0, "at least 1"),
+    ("long_prefill_token_threshold", -1, "0 or more"),
+    ("num_lookahead_tokens", -1, "0 or more"),
+    ("num_host_blocks", -1, "0 or more"),
+    ("transfer_lease_ns", 0, "at least 1"),
+    ("watermark", -0.1, "at least 0 and below 1"),
+    ("watermark", 1.0, "at least 0 and below 1"),
+    ("watermark", float("nan"), "at least 0 and below 1"),
+    ("steps_in_flight", 0, "1 or 2"),
+    ("steps_in_flight", 3, "1 or 2"),
+    ("same_step", "sometimes", "share, off, defer"),
+    ("free_order", "lru", "single-queue, blank-first"),
+    ("preemption_mode", "kill", "recompute, swap, swap-groups, auto, reject"),
+    ("scheduling_policy", "lifo", "fcfs, priority"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "fix"), OUT_OF_RANGE)
 def test_an_option_out_of_range_is_named(option: str, value: object, fix: str) -> None:
     """Each option outside of its range raises one sentence that names it, its value and what it may be."""
     with pytest.raises(ConfigError) as error:
@@ -60,10 +63,8 @@ def test_an_option_out_of_range_is_named(option: str, value: object, fix: str) -
 
 def test_every_option_has_a_range_or_is_a_switch() -> None:
     """No option is forgotten: all but switches and policies are refused at some value."""
-    tried = {"max_num_seqs", "num_blocks", "max_model_len", "block_size", "max_num_batched_tokens", "watermark"}
-    tried |= {"long_prefill_token_threshold", "num_lookahead_tokens", "steps_in_flight"}
-    tried |= {"same_step", "free_order", "scheduling_policy"}
-    switches = {"enable_prefix_caching", "scheduler_reserve_full_isl", "policies"}
+    tried = {option for option, _, _ in OUT_OF_RANGE}
+    switches = {"enable_prefix_caching", "scheduler_reserve_full_isl", "host_tier", "cost_model", "policies"}
     assert tried | switches == set(SchedulerConfig.__dataclass_fields__)
 
 
@@ -121,7 +122,7 @@ def serve(scheduler: Scheduler, turns: int = 200) -> dict[int, tuple[str, int]]:
     ended: dict[int, tuple[str, int]] = {}
     for turn in range(turns):
         plan = scheduler.schedule(turn)
-        if plan.num_rows:
+        if plan.runs:
             sampled = [item.request for item in plan.prefills if item.samples]
             sampled += [item.request for item in plan.decodes.rows()]
             events = scheduler.complete(plan, StepOutcome(turn + 1, dict.fromkeys(sampled, 1)))

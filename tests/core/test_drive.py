@@ -261,7 +261,7 @@ class Spy(Scheduler):
     def schedule(self, now: int) -> StepPlan:
         plan = super().schedule(now)
         self.lost.extend(plan.preempted)
-        if plan.num_rows:
+        if plan.runs:
             rows = self.scheduled_order(plan)
             self.plans.append((plan, rows, {row.request: list(self.table(row.request)) for row in rows}))
         return plan
@@ -400,7 +400,7 @@ def test_the_log_repeats_the_run(case: Case) -> None:
         plan = again.schedule(now)
         repeated.planned(plan)
         assert plan.seq == seq
-        if plan.num_rows:
+        if plan.runs:
             flight.append(plan)
         elif flight:
             events_of(again, repeated, flight.pop(0), next(outcomes))

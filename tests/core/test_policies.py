@@ -106,7 +106,7 @@ def finish_order(options: SchedulerConfig, prompts: Sequence[int]) -> list[int]:
     ended: list[int] = []
     for turn in range(100):
         plan = scheduler.schedule(turn)
-        if plan.num_rows:
+        if plan.runs:
             ended.extend(finish.request for finish in scheduler.complete(plan, StepOutcome(turn + 1)).finished)
     assert not scheduler.has_unfinished
     return ended
