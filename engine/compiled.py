@@ -19,7 +19,7 @@ __all__ = ["MODULES", "build", "prefer_compiled"]
 MODULES = {
     "engine.core": (
         *("types", "request", "cohort", "waiting", "pool", "index", "identity"),
-        *("manager", "scheduler", "records", "drive"),
+        *("manager", "flight", "fastforward", "scheduler", "records", "drive"),
     ),
     "sim": ("steptime", "executor"),
 }

@@ -19,9 +19,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from engine.core import checks
+from engine.core import checks, fastforward
 from engine.core.cohort import DecodeCohort, by_key
 from engine.core.errors import CoreError, InvalidRequest, InvariantError, PolicyError
+from engine.core.fastforward import Horizon
+from engine.core.flight import CohortRows, InFlight
 from engine.core.manager import BlockManager
 from engine.core.policies import ORDERS, Admission, LastIn, Order, Policy, RequestView, Victim, WholePrompt
 from engine.core.presets import SchedulerConfig
@@ -44,46 +46,12 @@ __all__ = ["CohortRows", "Horizon", "Scheduler"]
 
 _T = TypeVar("_T")
 
-Horizon = tuple[int, str]
-"""How many completions decide nothing, and the term that ends them: `steady` (0 of them: the newest plans are not
-plain decode steps), `finish`, `max_tokens`, `max_model_len` or `blocks`."""
-
 
 def _whole_numbers(key: tuple[int, ...]) -> tuple[int, ...]:
     """What an order policy answered, if requests can be sorted by it."""
     if not isinstance(key, tuple) or not all(isinstance(part, int) for part in key):
         raise TypeError(f"key() must give a tuple of whole numbers, and gave {key!r}")
     return key
-
-
-class CohortRows:
-    """The decode rows of one plan."""
-
-    __slots__ = ("_scheduler", "_seq", "context_tokens", "num")
-
-    def __init__(self, scheduler: Scheduler, seq: int, num: int, context_tokens: int) -> None:
-        self._scheduler = scheduler
-        self._seq = seq
-        self.num = num
-        self.context_tokens = context_tokens
-
-    def rows(self) -> list[PlanItem]:
-        return self._scheduler.decode_rows(self._seq) if self.num else []
-
-
-class _InFlight:
-    """A plan that was made and not completed, and what its completion has to see to."""
-
-    __slots__ = ("detached", "pending_keys", "plan", "resumed")
-
-    def __init__(self, plan: StepPlan) -> None:
-        self.plan = plan
-        self.detached: list[Request] = []
-        """Requests that were cohort rows of this plan and have left the cohort since, but still want its token."""
-        self.pending_keys: list[BlockHash] = []
-        """Content that this plan writes, where same_step is `defer`."""
-        self.resumed: list[tuple[int, int]] = []
-        """(request, the plan that sampled for it before), of rows that sample after a pause."""
 
 
 class Scheduler:
@@ -104,7 +72,7 @@ class Scheduler:
         """Running requests outside the cohort that have tokens to compute, in order."""
         self._seq = 0
         self._done = 0
-        self._flight: deque[_InFlight] = deque()
+        self._flight: deque[InFlight] = deque()
         self._sched_tokens = 0
         """Sum of sched over running requests."""
         self._filled = 0
@@ -457,7 +425,7 @@ class Scheduler:
             (),
             not items and not preempted and not self.config.num_lookahead_tokens and self._stays_blocked(blocked),
         )
-        flight = _InFlight(plan)
+        flight = InFlight(plan)
         if self._defer:
             flight.pending_keys = self._new_writes
             self._new_writes = []
@@ -702,7 +670,7 @@ class Scheduler:
         """
         checks.check(self)
 
-    # ---- many steps at once
+    # ---- many steps at once (see fastforward.py)
 
     def horizon(self, finish_bound: int) -> Horizon:
         """For how many completions from now on nothing is to be decided, and what ends that.
@@ -710,27 +678,7 @@ class Scheduler:
         Each is followed by a plan that is the last one again, one token later. `finish_bound`: as many completions
         surely meet no stop. Policies add a limit in time: `stable_until`.
         """
-        flight = self._flight
-        # With nobody left in the cohort (the last ones stopped while the newest plan was in flight) nothing repeats.
-        if not flight or not self._cohort.num or not all(entry.plan.steady for entry in flight):
-            return 0, "steady"
-        oldest = flight[0].plan.seq
-        turns, term = finish_bound, "finish"
-        for entry in flight:
-            if entry.detached:
-                if entry.plan.seq - oldest < turns:
-                    turns, term = entry.plan.seq - oldest, self._cap_term(entry.detached)
-                break
-        cap_seq = self._cohort.next_cap()
-        if cap_seq - self._seq < turns:
-            turns, term = cap_seq - self._seq, self._cap_term(self._cohort.capped(cap_seq))
-        within = self._cohort.turns_within(self._seq, self.manager.pool.num_free)
-        if within < turns:
-            turns, term = within, "blocks"
-        return turns, term
-
-    def _cap_term(self, requests: Sequence[Request]) -> str:
-        return "max_tokens" if any(r.cap == r.spec.max_tokens for r in requests) else "max_model_len"
+        return fastforward.horizon(self, finish_bound)
 
     def stable_until(self, now: int) -> int:
         """The time in ns up to which all policies promise to answer as they did."""
@@ -749,38 +697,4 @@ class Scheduler:
 
         At most as many as `horizon` says. Returns the plans that are in flight now, oldest first.
         """
-        turns = len(ends)
-        cohort = self._cohort
-        manager = self.manager
-        flight = self._flight
-        lag = len(flight) - 1
-        first = self._seq + 1
-        last = self._seq + turns
-        crossing: list[Request] = []
-        marks: list[int] = []
-        for seq in range(first, last + 1):
-            crossing += cohort.crossing(seq)
-            marks.append(len(crossing))
-        self.run_kept_free = manager.append_block_each(crossing, marks)
-        if cohort.num_sharing:
-            # Taking blocks and publishing do not touch each other, so all takes may come before all fills.
-            if self._share:
-                self._publish_fills(last - lag)
-            else:
-                for done in range(first - 1 - lag, last - lag):
-                    for request in cohort.filling(done):
-                        manager.publish(request, request.base + done)
-        self._filled = last - lag
-        self._lag = lag
-        context = cohort.context_tokens
-        cohort.advance(turns)
-        self._sched_tokens += cohort.num * turns
-        for _ in range(min(turns, len(flight))):
-            flight.popleft()
-        for seq in range(max(first, last - lag), last + 1):
-            rows = CohortRows(self, seq, cohort.num, context + (seq - first) * cohort.num)
-            flight.append(_InFlight(StepPlan(seq, ends[seq - first], (), rows, (), (), (), True)))
-        self._seq = last
-        self._done += turns
-        self._retire_capped(last)
-        return [entry.plan for entry in flight]
+        return fastforward.advance(self, ends)

@@ -18,6 +18,7 @@ from typing import Any
 import core_kit
 
 from engine.core import drive as drive_module
+from engine.core import fastforward as fastforward_module
 from engine.core.cohort import DecodeCohort
 from engine.core.identity import SpanIdentity, TokenIdentity
 from engine.core.index import HashIndex
@@ -450,7 +451,7 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a run goes one step past a stop",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "horizon",
         'turns, term = finish_bound, "finish"',
         'turns, term = finish_bound + 1, "finish"',
@@ -458,15 +459,15 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a run goes one step past a last token",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "horizon",
-        "turns, term = cap_seq - self._seq, self._cap_term(self._cohort",
-        "turns, term = cap_seq - self._seq + 1, self._cap_term(self._cohort",
+        "turns, term = cap_seq - scheduler._seq, _cap_term(scheduler._cohort",
+        "turns, term = cap_seq - scheduler._seq + 1, _cap_term(scheduler._cohort",
     ),
     _mutant(
         "a run goes one step past the last free block",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "horizon",
         'turns, term = within, "blocks"',
         'turns, term = within + 1, "blocks"',
@@ -474,7 +475,7 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a run overlooks who left the cohort in flight",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "horizon",
         "if entry.detached:",
         "if False:",
@@ -482,7 +483,7 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a run begins while something else is in flight",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "horizon",
         "not all(entry.plan.steady for entry in flight)",
         "not flight[-1].plan.steady",
@@ -538,7 +539,7 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a run advances the blocks of one step less",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "advance",
         "for seq in range(first, last + 1):\n        crossing",
         "for seq in range(first, max(last, first + 1)):\n        crossing",
@@ -546,7 +547,7 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a run advances the blocks of one step more",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "advance",
         "for seq in range(first, last + 1):\n        crossing",
         "for seq in range(first, last + 2):\n        crossing",
@@ -554,7 +555,7 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a run's context tokens off by one step",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "advance",
         "context + (seq - first) * cohort.num",
         "context + (seq - first + 1) * cohort.num",
@@ -562,7 +563,7 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a run's planned tokens off by one step",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "advance",
         "cohort.num * turns",
         "cohort.num * (turns - 1)",
@@ -570,7 +571,7 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a run's members off by one token",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "advance",
         "cohort.advance(turns)",
         "cohort.advance(turns - 1)",
@@ -578,23 +579,23 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a run completes one step less",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "advance",
-        "self._done += turns",
-        "self._done += turns - 1",
+        "scheduler._done += turns",
+        "scheduler._done += turns - 1",
     ),
     _mutant(
         "who ends with a run stays in the cohort",
         "fast-forward",
-        Scheduler,
+        fastforward_module,
         "advance",
-        "self._retire_capped(last)",
+        "scheduler._retire_capped(last)",
         "pass",
     ),
     _mutant(
         "a run publishes what a step in flight writes",
         "followers",
-        Scheduler,
+        fastforward_module,
         "advance",
         "range(first - 1 - lag, last - lag)",
         "range(first - 1 - lag, last - lag + 2)",
@@ -602,9 +603,9 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a run forgets to publish",
         "followers",
-        Scheduler,
+        fastforward_module,
         "advance",
-        "self._publish_fills(last - lag)",
+        "scheduler._publish_fills(last - lag)",
         "pass",
     ),
     _mutant(
