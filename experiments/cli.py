@@ -132,6 +132,29 @@ COMMANDS: dict[str, Command] = {
         arguments=(_argument("file", help="a file of recorded decisions (JSON, also .xz)", metavar="FILE"),),
         defaults=(("preset", "vllm-0.19"),),
     ),
+    "experiment": Command(
+        "answer one question by its runs, and settle its rows of the claims ledger; without a name: list them",
+        "experiments.experimentcmd:execute",
+        options=("seed", "num_requests", "out"),
+        arguments=(
+            _argument("name", help="which experiment", nargs="?", metavar="NAME"),
+            _argument("--shared", help="the folder of shared data; default: KVTWIN_SHARED or ../shared", metavar="DIR"),
+            _argument("--claims", help="where rows of the ledger go", metavar="DIR", default="results/claims"),
+            _argument("--fresh", help="compute every part again", action="store_true"),
+        ),
+    ),
+    "claims": Command(
+        "the claims ledger: what is claimed, what our runs say, as a table and as docs/claims.md",
+        "experiments.claims:execute",
+        options=("out",),
+        arguments=(
+            _argument("--claims", help="where rows of the ledger are", metavar="DIR", default="results/claims"),
+            _argument(
+                "--check", help="only say whether the page is up to date (exit code 2 if not)", action="store_true"
+            ),
+        ),
+        defaults=(("out", "docs/claims.md"),),
+    ),
     "trace stats": Command(
         "lengths, rate, burstiness and prefix reuse of a trace",
         "experiments.tracecmd:stats",

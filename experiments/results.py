@@ -43,6 +43,7 @@ __all__ = [
     "read_results",
     "read_table",
     "versions",
+    "write_bytes",
     "write_json",
     "write_table",
     "write_text",
@@ -73,6 +74,11 @@ class Results:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text file whole or not at all."""
     _replace(Path(path), text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    _replace(Path(path), content)
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:
