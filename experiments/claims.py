@@ -28,6 +28,7 @@ __all__ = [
     "read_claims",
     "read_rows",
     "render",
+    "show_settled",
     "write_row",
 ]
 
@@ -177,18 +178,32 @@ def _counts(summary: Mapping[str, Any]) -> str:
 
 
 def _show(claims: Mapping[str, Claim], rows: Mapping[str, Mapping[str, Any]], terminal: Terminal) -> None:
+    cells = []
+    for id, claim in claims.items():
+        row = rows.get(id)
+        ours = "" if row is None else row["ours"]
+        cells.append((id, claim.claim, claim.theirs, ours, _status(row), claim.experiment))
+    _table("The claims ledger", ("id", "claim", "theirs", "ours", "verdict", "experiment"), cells, terminal)
+
+
+def show_settled(settled: Sequence[Settled], terminal: Terminal) -> None:
+    """The rows that a run has settled, on the terminal."""
+    cells = [(row.id, row.ours, row.status, row.condition) for row in settled]
+    _table("Rows of the ledger", ("id", "ours", "verdict", "condition"), cells, terminal)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], terminal: Terminal) -> None:
+    """A table whose cells are wrapped, in the colour of each row's verdict."""
     from rich import box
     from rich.table import Table
 
-    table = Table(title="The claims ledger", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("id", "claim", "theirs", "ours", "status", "experiment"):
-        table.add_column(title)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=column == "id")
     colours = {"reproduced": "green", "reproduced-only-if": "yellow", "does-not-follow": "red", "open": "dim"}
-    for id, claim in claims.items():
-        row = rows.get(id)
-        status = _status(row)
-        cells = [id, claim.claim, claim.theirs, "" if row is None else row["ours"], _WORDS[status], claim.experiment]
-        table.add_row(*(cell.replace("[", r"\[") for cell in cells), style=colours[status])
+    for row in rows:
+        style = next(colours[cell] for cell in row if cell in colours)
+        table.add_row(*(_WORDS.get(cell, cell).replace("[", r"\[") for cell in row), style=style)
     terminal.print(table)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import results
-from experiments.claims import read_claims, write_row
+from experiments.claims import read_claims, show_settled, write_row
 from experiments.config import nearest
 from experiments.errors import UsageError
 from experiments.experiment import Context, ExperimentResult, Table, shared_folder
@@ -115,8 +115,7 @@ def _show(found: ExperimentResult, context: Context, terminal: Terminal) -> None
     if check["runs"]:
         terminal.print(f"The usage summed to the pool at each of {check['steps']:,} steps of {check['runs']:,} runs.")
     if found.claims:
-        rows = [[s.id, s.status.replace("-", " "), s.ours] for s in found.claims]
-        terminal.table("Rows of the ledger", ("id", "verdict", "ours"), rows, left=3)
+        show_settled(found.claims, terminal)
     settled = {row.id for row in found.claims}
     left = [
         claim.id for claim in read_claims().values() if claim.experiment == context.name and claim.id not in settled
