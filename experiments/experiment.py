@@ -126,6 +126,8 @@ class Context:
         self._progress = progress
         self._records = [_Record()]
         self._traces: dict[str, Trace] = {}
+        self._said: set[str] = set()
+        """Why parts are computed again, as far as it was said: once for each reason."""
 
     # ---- data ----
 
@@ -184,7 +186,9 @@ class Context:
             if not changed:
                 self._records[-1].add(_Record(found["data"], found["usage"]))
                 return found["value"]
-            self.terminal.note(f"{name} is computed again: {changed} changed since {file} was written.")
+            if changed not in self._said:
+                self.terminal.note(f"{name} is computed again: {changed} changed since {file} was written.")
+                self._said.add(changed)
         with self._recording() as record:
             value = compute()
         content = {**wanted, "data": record.data, "usage": record.usage, "value": value}

@@ -43,7 +43,10 @@ class Entry:
 
 
 EXPERIMENTS: dict[str, Entry] = {
-    "arithmetic": Entry("experiments.arithmetic", "rows that need no run: shapes, devices, defaults and names"),
+    "arithmetic": Entry("experiments.arithmetic", "rows that need no run: shapes, devices, links and names"),
+    "block_size": Entry(
+        "experiments.block_size", "what the block size changes, and what 180 -> 245 requests would require"
+    ),
 }
 """By name, in alphabetic order."""
 

@@ -41,7 +41,7 @@ def load(path: str | Path, *, format: str | None = None, **options: Any) -> Trac
     """The trace in a file, or the one that a generator's YAML (.yaml, .yml) describes.
 
     Plain, .gz and .xz are told apart by content, and so are the formats unless `format` names one. `options` are the
-    format's own (`dequantize` and `seed` for Mooncake; `seed` for a generator). Raises TraceError.
+    format's own (`dequantize`, `seed` and `id_tokens` for Mooncake; `seed` for a generator). Raises TraceError.
     """
     path = Path(path)
     if format is None and path.suffix in (".yaml", ".yml"):
@@ -149,8 +149,8 @@ def _first_wrong_time(file: TraceFile, numbers: list[int], times: list[str]) -> 
     return TraceError(f"{file.path}: has timestamps that cannot be read together")
 
 
-# Mooncake: one JSON object a line; timestamps in ms; each hash id stands for 512 tokens and names the whole prefix up
-# to its end; the last may be partial.
+# Mooncake: one JSON object a line; timestamps in ms; each hash id stands for 512 tokens (others use the schema with
+# fewer, which `id_tokens` says) and names the whole prefix up to its end; the last may be partial.
 
 _MOONCAKE_KEYS = {"timestamp", "input_length", "output_length", "hash_ids"}
 
@@ -165,7 +165,9 @@ def _is_mooncake(file: TraceFile) -> bool:
     return isinstance(row, dict) and len(_MOONCAKE_KEYS - set(row)) <= 1 and len(set(row) - _MOONCAKE_KEYS) <= 1
 
 
-def _read_mooncake(file: TraceFile, dequantize: bool, seed: int) -> Trace:
+def _read_mooncake(file: TraceFile, dequantize: bool, seed: int, id_tokens: int) -> Trace:
+    if not is_integer(id_tokens) or id_tokens < 1:
+        raise TraceError(f"id_tokens is {id_tokens!r}; it must be a whole number of 1 or more")
     arrival: list[float] = []
     prompt: list[int] = []
     output: list[int] = []
@@ -184,14 +186,13 @@ def _read_mooncake(file: TraceFile, dequantize: bool, seed: int) -> Trace:
             raise file.error(number, f"timestamp {said}; it must be a number of milliseconds of 0 or more")
         length = file.whole(number, row, "input_length", 1)
         row_ids = row.get("hash_ids")
-        needed = -(-length // MOONCAKE_BLOCK)
+        needed = -(-length // id_tokens)
         if not isinstance(row_ids, list) or not all(is_integer(i) and 0 <= i <= INT64_MAX for i in row_ids):
             raise file.error(number, "hash_ids must be a list of whole numbers of 0 or more")
         if len(row_ids) != needed:
             raise file.error(
                 number,
-                f"has {len(row_ids)} hash_ids for input_length {length}; "
-                f"at {MOONCAKE_BLOCK} tokens an id it needs {needed}",
+                f"has {len(row_ids)} hash_ids for input_length {length}; at {id_tokens} tokens an id it needs {needed}",
             )
         numbers.append(number)
         arrival.append(when)
@@ -209,13 +210,13 @@ def _read_mooncake(file: TraceFile, dequantize: bool, seed: int) -> Trace:
             f"hash id {name} follows another id than on line {numbers[other]}; "
             "an id must name the whole prefix up to its end, so hash each block together with its parent",
         )
-    tokens = np.full(len(ids), MOONCAKE_BLOCK, dtype=np.int64)
-    tokens[offsets[1:] - 1] = np.array(prompt) - MOONCAKE_BLOCK * (np.array(counts) - 1)
+    tokens = np.full(len(ids), id_tokens, dtype=np.int64)
+    tokens[offsets[1:] - 1] = np.array(prompt) - id_tokens * (np.array(counts) - 1)
     arrival_ns = np.rint(np.array(arrival, dtype=np.float64) * 1e6).astype(np.int64)
     if dequantize:
         arrival_ns = _dequantize(file, arrival_ns, seed)
     return make_trace(
-        arrival_ns, prompt, output, spans=(offsets, span_ids, tokens), name=file.stem, span_block=MOONCAKE_BLOCK
+        arrival_ns, prompt, output, spans=(offsets, span_ids, tokens), name=file.stem, span_block=id_tokens
     )
 
 
@@ -252,7 +253,7 @@ FORMATS: dict[str, Format] = {
             "JSON Lines with timestamp, input_length, output_length, hash_ids",
             _is_mooncake,
             _read_mooncake,
-            options={"dequantize": False, "seed": 0},
+            options={"dequantize": False, "seed": 0, "id_tokens": MOONCAKE_BLOCK},
         ),
     )
 }
