@@ -94,6 +94,7 @@ class _Recorded:
                 TokenIdentity(prompt, block_size, salt=salt),
                 priority=int(tokens["priority"][i]),
                 tenant=tenant,
+                oracle_tokens=int(tokens["max_tokens"][i]),  # a run generates exactly as many as the trace says
             )
 
         for added, aborted in zip(turns["added"], turns["aborted"], strict=True):

@@ -77,6 +77,7 @@ class TracePlayer:
             identity=TokenIdentity(prompt, block_size, salt=salt),
             priority=int(trace.priority[row]),
             tenant=tenant,
+            oracle_tokens=params.max_tokens,
         )
 
     def due(self, now: int) -> Iterable[EngineRequest | int]:

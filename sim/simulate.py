@@ -84,14 +84,17 @@ class _Specs:
                     shared_tokens=shared,
                 )
         deadline = self._deadline[row]
+        output = self.output[row]
+        max_tokens = self._max_tokens or output
         return RequestSpec(
             arrival,
             self._prompt[row],
-            self._max_tokens or self.output[row],
+            max_tokens,
             identity,
             self._priority[row],
             arrival + deadline if deadline else NO_LIMIT,
             self._tenant[row],
+            oracle_tokens=min(output, max_tokens),
         )
 
 

@@ -40,7 +40,7 @@ def horizon(scheduler: Scheduler, finish_bound: int) -> Horizon:
     cap_seq = scheduler._cohort.next_cap()
     if cap_seq - scheduler._seq < turns:
         turns, term = cap_seq - scheduler._seq, _cap_term(scheduler._cohort.capped(cap_seq))
-    within = scheduler._cohort.turns_within(scheduler._seq, scheduler.manager.pool.num_free)
+    within = scheduler._cohort.turns_within(scheduler._seq, scheduler.manager.num_growth_blocks)
     if within < turns:
         turns, term = within, "blocks"
     return turns, term

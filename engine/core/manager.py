@@ -65,6 +65,19 @@ class BlockManager:
                     blocks += 1
         return blocks
 
+    def fits(self, request: Request, hits: Sequence[BlockId], num_tokens: int, spare: int = 0) -> bool:
+        """Whether `request`, starting with `hits`, can have slots for `num_tokens`, and leave `spare` blocks free."""
+        return self.need(request, hits, num_tokens) + spare <= self.pool.num_free
+
+    def fits_each(self, num: int) -> bool:
+        """Whether `num` running requests can have one more block each."""
+        return num <= self.pool.num_free
+
+    @property
+    def num_growth_blocks(self) -> int:
+        """How many blocks running requests can have beyond those in their tables, if nobody gives any back."""
+        return self.pool.num_free
+
     def allocate(self, request: Request, hits: Sequence[BlockId], num_tokens: int) -> None:
         """Give `request` its hits, and new blocks up to `num_tokens` slots. All or nothing.
 

@@ -279,7 +279,7 @@ class Scheduler:
         crossing = cohort.crossing(seq)
         fills_upto = seq - len(self._flight)
         publishes = self._share and cohort.num_sharing > 0
-        if not self._chunks and len(crossing) <= self.manager.pool.num_free and not self.config.num_lookahead_tokens:
+        if not self._chunks and self.manager.fits_each(len(crossing)) and not self.config.num_lookahead_tokens:
             if crossing:
                 self.manager.append_block_each(crossing)
             if publishes:
@@ -318,7 +318,7 @@ class Scheduler:
         manager = self.manager
         if self.config.num_lookahead_tokens:
             num_tokens = min(num_tokens + self.config.num_lookahead_tokens, self.config.max_model_len)
-        while manager.need(request, (), num_tokens) > manager.pool.num_free:
+        while not manager.fits(request, (), num_tokens):
             victim = self._choose_victim(request)
             self._preempt(victim)
             preempted.append(victim)
@@ -370,11 +370,10 @@ class Scheduler:
                 num = config.long_prefill_token_threshold
             tokens = min(start + num + config.num_lookahead_tokens, config.max_model_len)
             whole = max(tokens, request.known) if config.scheduler_reserve_full_isl else tokens
-            need = manager.need(request, hits, whole)
             spare = config.watermark_blocks if self._running else 0
-            if need + spare > manager.pool.num_free:
+            if not manager.fits(request, hits, whole, spare):
                 return True
-            if self._running and not self._plain_admission and not self._admits(request, need, now):
+            if self._running and not self._plain_admission and not self._admits(request, hits, whole, now):
                 return True
             manager.allocate(request, hits, tokens)
             self._waiting.pop()
@@ -389,8 +388,9 @@ class Scheduler:
             budget -= num
         return budget <= 0
 
-    def _admits(self, request: Request, need: int, now: int) -> bool:
+    def _admits(self, request: Request, hits: Sequence[BlockId], num_tokens: int, now: int) -> bool:
         view = self.view_of(request)
+        need = self.manager.need(request, hits, num_tokens)
         free = self.manager.pool.num_free
         running = len(self._running)
         policy = self._admission

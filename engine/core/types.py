@@ -78,6 +78,10 @@ class RequestSpec(NamedTuple):
     that `add` returns on."""
     beam: bool = False
     """The `n` sequences are a beam: they take every step together, and its outcome says which continues which."""
+    predicted_tokens: int = 0
+    """Somebody's prediction of the output's length; 0: none."""
+    oracle_tokens: int = 0
+    """The output's true length, for policies and allocators that are named oracle and for nobody else; 0: not known."""
 
 
 class PlanItem(NamedTuple):

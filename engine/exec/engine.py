@@ -96,6 +96,8 @@ class EngineRequest(NamedTuple):
     priority: int = 0
     deadline: int = NO_LIMIT
     tenant: int = 0
+    oracle_tokens: int = 0
+    """The output's true length, where the source knows it, for policies and allocators named oracle; 0: not known."""
 
 
 class RequestSource(Protocol):
@@ -189,6 +191,7 @@ class _Inbox:
                 item.priority,
                 item.deadline,
                 item.tenant,
+                oracle_tokens=item.oracle_tokens,
             )
             reason = self._unknown_token(item)
             if reason is not None:
