@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from engine.core.errors import InvariantError
 from engine.core.types import BlockHash, BlockId
@@ -11,30 +10,55 @@ from engine.core.types import BlockHash, BlockId
 __all__ = ["HashIndex", "PrefixIndex"]
 
 
-class PrefixIndex(Protocol):
-    """Finds the longest cached prefix of a request. Knows nothing of references."""
+class PrefixIndex:
+    """Finds the longest cached prefix of a request. Knows nothing of references.
+
+    Contents form a tree: the key of a block names its whole prefix, so it has one parent, the content before it. A
+    block is listed behind a listed one and is lost before it, so whatever can be hit is reached from the root. Several
+    blocks may hold one content (two requests that computed it side by side). They are not merged; a hit takes the one
+    that was published first, and losing one leaves the others. Tenants and adapters are kept apart by the keys.
+    """
+
+    def __len__(self) -> int:
+        """How many blocks are listed."""
+        raise NotImplementedError
 
     def match(self, key: Callable[[int], BlockHash], stop: int) -> list[BlockId]:
         """Blocks for a request's block positions 0, 1, ... below `stop`, up to the first miss. Pure.
 
         `key(i)` names the content of the request's block i.
         """
-        ...
+        raise NotImplementedError
 
-    def insert(self, key: BlockHash, parent: BlockHash | None, block: BlockId) -> None:
-        """`block` holds (or will, once its step has run) the content named by `key`."""
-        ...
+    def insert(self, key: BlockHash, parent: BlockId | None, block: BlockId) -> None:
+        """`block` holds (or will, once its step has run) the content named by `key`, which follows that of `parent`.
+
+        Raises:
+            InvariantError: `block` is listed already, or `parent` is not.
+        """
+        raise NotImplementedError
 
     def remove(self, blocks: Sequence[BlockId]) -> int:
-        """These blocks are going to hold something else. Returns how many of them were listed."""
-        ...
+        """These blocks are going to hold something else, in this order. Returns how many of them were listed."""
+        raise NotImplementedError
+
+    def key_of(self, block: BlockId) -> BlockHash | None:
+        """The content under which a block is listed; None: it is not."""
+        raise NotImplementedError
+
+    def entries(self) -> list[tuple[BlockHash, list[BlockId]]]:
+        """All keys with their blocks, in the order of publication within a key (for digests and checks)."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Both directions agree, and every content's parent is there too. Raises InvariantError."""
+        raise NotImplementedError
 
 
-class HashIndex:
-    """A dictionary from chained keys to blocks.
+class HashIndex(PrefixIndex):
+    """A dictionary from chained keys to blocks, as in vLLM V1.
 
-    Several blocks may hold the same content (two requests that computed it side by side). They are not merged; a hit
-    takes the one that was published first, and losing one leaves the others.
+    Every operation is O(1) a block (O(d) where a content has d blocks), whatever the size of the index.
     """
 
     def __init__(self) -> None:
@@ -60,11 +84,16 @@ class HashIndex:
             hits.append(block)
         return hits
 
-    def insert(self, key: BlockHash, parent: BlockHash | None, block: BlockId) -> None:
+    def insert(self, key: BlockHash, parent: BlockId | None, block: BlockId) -> None:
         if block in self._key_of:
             raise InvariantError(f"block {block} is published twice")
+        if parent is None:
+            self._parent_of[block] = None
+        elif parent in self._key_of:
+            self._parent_of[block] = self._key_of[parent]
+        else:
+            raise InvariantError(f"block {block} is published behind block {parent}, which is not listed")
         self._key_of[block] = key
-        self._parent_of[block] = parent
         if key in self._first:
             self._more.setdefault(key, []).append(block)
         else:
@@ -94,11 +123,9 @@ class HashIndex:
         return self._key_of.get(block)
 
     def entries(self) -> list[tuple[BlockHash, list[BlockId]]]:
-        """All keys with their blocks, in the order of publication (for digests and checks)."""
         return [(key, [block, *self._more.get(key, ())]) for key, block in self._first.items()]
 
     def check(self) -> None:
-        """Both directions agree, and every content's parent is there too. Raises InvariantError."""
         listed = 0
         for key, blocks in self.entries():
             for block in blocks:

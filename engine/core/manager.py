@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from engine.core.errors import InvariantError, NoFreeBlocks
-from engine.core.index import HashIndex
+from engine.core.index import HashIndex, PrefixIndex
 from engine.core.pool import BlockPool
+from engine.core.radix import RadixIndex
 from engine.core.request import RUNNING, Request
 from engine.core.types import BlockId
 
@@ -26,11 +27,18 @@ __all__ = ["BlockManager"]
 class BlockManager:
     """Block tables over a pool and a prefix index."""
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool, free_order: str) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        free_order: str,
+        prefix_index: str = "hash",
+    ) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks, free_order)
-        self.index = HashIndex()
+        self.index: PrefixIndex = RadixIndex() if prefix_index == "radix" else HashIndex()
         self.num_table_blocks = 0
         """Sum of the lengths of all block tables."""
         self.num_dead = 0
@@ -166,13 +174,13 @@ class BlockManager:
         start = request.published
         if stop <= start:
             return
-        parent = request.block_key(start - 1) if start else None
+        table = request.table
+        parent = table[start - 1] if start else None
         insert = self.index.insert
         for i in range(start, stop):
-            key = request.block_key(i)
-            insert(key, parent, request.table[i])
-            parent = key
-        self.pool.keep(request.table[start:stop])
+            insert(request.block_key(i), parent, table[i])
+            parent = table[i]
+        self.pool.keep(table[start:stop])
         request.published = stop
 
     def _take(self, num: int) -> list[BlockId]:
