@@ -18,7 +18,7 @@ __all__ = ["MODULES", "build", "prefer_compiled"]
 
 MODULES = {
     "engine.core": (
-        *("types", "request", "cohort", "waiting", "pool", "index", "identity"),
+        *("types", "request", "cohort", "waiting", "pool", "index", "radix", "identity"),
         *("manager", "flight", "fastforward", "scheduler", "records", "drive"),
     ),
     "sim": ("steptime", "executor"),

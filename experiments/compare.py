@@ -54,6 +54,7 @@ _MUST_AGREE = (
     "scheduler_reserve_full_isl",
     "same_step",
     "free_order",
+    "prefix_index",
     "scheduling_policy",
     "async_scheduling",
     "policy",

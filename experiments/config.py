@@ -144,6 +144,9 @@ class Config:
     free_order: str = _option(
         "blank-first", "scheduler", "which free block is taken next", choices=("blank-first", "single-queue")
     )
+    prefix_index: str = _option(
+        "hash", "scheduler", "how cached prefixes are found (the same ones are)", choices=("hash", "radix")
+    )
     async_scheduling: bool = _option(False, "scheduler", "decide the next step while one runs (two steps in flight)")
     scheduling_policy: str = _option("fcfs", "scheduler", "who is served first", choices=("fcfs", "priority"))
     policy: tuple[str, ...] = _option(

@@ -39,6 +39,7 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
         scheduler_reserve_full_isl=draw(st.sampled_from([True, True, False])),
         same_step=draw(st.sampled_from(["share", "share", "off", "defer"])),
         free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
+        prefix_index=draw(st.sampled_from(["hash", "hash", "radix"])),
         scheduling_policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
         steps_in_flight=draw(st.sampled_from([1, 2])),
     )

@@ -12,6 +12,7 @@ from engine.core.pool import FREE_ORDERS
 __all__ = ["PREEMPTION_MODES", "PRESETS", "SAME_STEP", "SchedulerConfig", "preset", "usable_blocks"]
 
 SAME_STEP = ("share", "off", "defer")
+PREFIX_INDICES = ("hash", "radix")
 PREEMPTION_MODES = ("recompute", "swap", "swap-groups", "auto", "reject")
 
 
@@ -46,6 +47,8 @@ class SchedulerConfig:
     """A prefix that a step in flight writes: `share` it at once, `off` (compute it again), or `defer` until written."""
     free_order: str = "blank-first"
     """Which free blocks are used first: see engine.core.pool."""
+    prefix_index: str = "hash"
+    """How cached prefixes are found: `hash` (a dictionary of chained keys) or `radix` (a tree); the same are."""
     preemption_mode: str = "recompute"
     """What becomes of a request that loses its blocks: `recompute` (drop them), `swap` (to the host and back), `auto`
     (what `cost_model` says is cheaper), `reject` (end it), or `swap-groups`, as vLLM V0: swap sequences of a request
@@ -92,6 +95,7 @@ class SchedulerConfig:
             "preemption_mode": PREEMPTION_MODES,
             "same_step": SAME_STEP,
             "free_order": FREE_ORDERS,
+            "prefix_index": PREFIX_INDICES,
             "scheduling_policy": ORDERS,
         }
         for name, allowed in choices.items():

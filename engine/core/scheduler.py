@@ -60,7 +60,11 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.manager = BlockManager(
-            config.num_blocks, config.block_size, config.enable_prefix_caching, config.free_order
+            config.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            config.free_order,
+            config.prefix_index,
         )
         self._cohort = DecodeCohort(config.block_size, config.num_lookahead_tokens)
         self._requests: dict[int, Request] = {}

@@ -76,6 +76,7 @@ class EngineArgs:
     scheduler_reserve_full_isl: bool | None = None
     same_step: str | None = None
     free_order: str | None = None
+    prefix_index: str | None = None
     scheduling_policy: str | None = None
     async_scheduling: bool = False
     """Two steps in flight: the next step is scheduled while one runs."""
@@ -404,6 +405,7 @@ def _scheduler_config(args: EngineArgs, model: DecoderConfig, dtype: torch.dtype
         "scheduler_reserve_full_isl",
         "same_step",
         "free_order",
+        "prefix_index",
         "scheduling_policy",
     ):
         value = getattr(args, name)

@@ -24,6 +24,7 @@ from engine.core.identity import SpanIdentity, TokenIdentity
 from engine.core.index import HashIndex
 from engine.core.manager import BlockManager
 from engine.core.pool import BlockPool, LazyQueue
+from engine.core.radix import RadixIndex
 from engine.core.records import Recorder
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -154,6 +155,74 @@ MUTANTS: list[Mutant] = [
         "remove",
         "self._first[key] = more.pop(0)",
         "more.clear(); del self._first[key]",
+    ),
+    # The radix tree.
+    _mutant(
+        "a tree in which the last published of equal blocks is hit",
+        "radix",
+        RadixIndex,
+        "_add",
+        "self._more.setdefault(run.firsts[depth - run.start], []).append(block)",
+        "self._more[block] = [*self._more.pop(run.firsts[depth - run.start], ()), run.firsts[depth - run.start]]; "
+        "run.firsts[depth - run.start] = block",
+    ),
+    _mutant(
+        "an edge taken for a match after its first content",
+        "radix",
+        RadixIndex,
+        "match",
+        "while same < num and key(i + same) == keys[same]:",
+        "while same < num:",
+    ),
+    _mutant(
+        "a match beyond what was asked for",
+        "radix",
+        RadixIndex,
+        "match",
+        "min(len(keys), stop - i)",
+        "len(keys)",
+    ),
+    _mutant(
+        "a split edge whose blocks stay with the other half",
+        "radix",
+        RadixIndex,
+        "_split",
+        "self._relabel(lower)",
+        "pass",
+    ),
+    _mutant("a split edge that starts where the whole did", "radix", RadixIndex, "_split", "run.start += at", "pass"),
+    _mutant(
+        "a duplicate left with the old half of an edge",
+        "radix",
+        RadixIndex,
+        "_relabel",
+        "self._run_of[block] = where",
+        "pass",
+    ),
+    _mutant(
+        "what is left alone behind an edge is not joined with it",
+        "radix",
+        RadixIndex,
+        "_cut",
+        "len(parent.children) == 1",
+        "len(parent.children) == 0",
+    ),
+    _mutant("the root joined with its only prompt", "radix", RadixIndex, "_cut", " and parent is not self._root", ""),
+    _mutant(
+        "a block in the middle of an edge is lost",
+        "tree trimmed",
+        RadixIndex,
+        "remove",
+        "at + 1 < len(run.keys) or run.children",
+        "run.children",
+    ),
+    _mutant(
+        "a block before a branch is lost",
+        "tree trimmed",
+        RadixIndex,
+        "remove",
+        "at + 1 < len(run.keys) or run.children",
+        "at + 1 < len(run.keys)",
     ),
     _mutant(
         "a stale index: an evicted block stays listed",

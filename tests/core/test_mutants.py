@@ -82,8 +82,13 @@ def pool() -> None:
 
 
 def index() -> None:
-    test_index.test_losing_one_duplicate_leaves_the_others()
-    run_index_machine(max_examples=20, stateful_step_count=20, **NO_SHRINKING)
+    test_index.test_losing_one_duplicate_leaves_the_others("hash")
+    run_index_machine("hash", max_examples=20, stateful_step_count=20, **NO_SHRINKING)
+
+
+def radix() -> None:
+    run_index_machine("radix", max_examples=40, stateful_step_count=20, **NO_SHRINKING)
+    test_index.test_edges_part_where_prompts_do_and_join_when_one_has_gone()
 
 
 def manager() -> None:
@@ -107,6 +112,8 @@ CHECKS: dict[str, Callable[[], object]] = {
     "pool": pool,
     "lazy queue": lambda: test_pool.test_a_queue_that_skips_is_a_queue(20),
     "index": index,
+    "radix": radix,
+    "tree trimmed": lambda: [test_index.test_a_tree_loses_nothing_that_something_follows([i]) for i in (0, 1, 3)],
     "manager": manager,
     "identity": identity,
     "hits": lambda: test_outputs_and_hits.test_a_follow_up_hits_prompt_and_output(True),
