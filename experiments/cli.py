@@ -92,14 +92,14 @@ COMMANDS: dict[str, Command] = {
         "serve a trace in the simulator",
         "experiments.simulate:execute",
         sections=(*_ENGINE, "workload", "time", "slo"),
-        options=("out",),
+        options=("record_blocks", "record_blocks_limit", "out"),
         required=("trace", "out"),
     ),
     "run": Command(
         "serve a trace with the real engine, in real time",
         "experiments.run:execute",
         sections=(*_ENGINE, "workload", "slo"),
-        options=("out",),
+        options=("record_blocks", "record_blocks_limit", "out"),
         required=("trace", "out"),
     ),
     "compare": Command(
@@ -124,6 +124,19 @@ COMMANDS: dict[str, Command] = {
             ),
         ),
         required=("out",),
+    ),
+    "plot memory": Command(
+        "where every byte of KV memory is: over time, and with --record-blocks block by block",
+        "experiments.plotmemory:execute",
+        options=("out",),
+        arguments=(
+            _argument("results", help="results of `kvtwin simulate` or `kvtwin run`", metavar="DIR"),
+            _argument("--at", help="moments of the block map, comma-separated, such as 1.5s,800ms", metavar="TIMES"),
+            _argument("--panels", help="as many evenly spaced moments instead (default 4)", metavar="N"),
+            _argument("--frames", help="most moments of the animation (default 1500)", metavar="N"),
+        ),
+        details="Writes memory.png and, where blocks were recorded, blocks.png and blocks.html to --out "
+        "(default: the folder itself).",
     ),
     "decisions": Command(
         "replay recorded decisions of a real scheduler through the core",
@@ -180,7 +193,7 @@ COMMANDS: dict[str, Command] = {
     ),
 }
 
-_GROUPS = {"trace": "look at, make and convert traces"}
+_GROUPS = {"plot": "pictures of results", "trace": "look at, make and convert traces"}
 """Commands that only lead to further ones."""
 
 
@@ -258,7 +271,7 @@ def _overview(group: str = "") -> str:
 def _parser(name: str, command: Command) -> _Parser:
     parser = _Parser(
         prog=f"kvtwin {name}",
-        description=command.help[:1].upper() + command.help[1:] + ".",
+        description=" ".join([command.help[:1].upper() + command.help[1:] + ".", command.details]).rstrip(),
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=116),
     )
@@ -266,7 +279,9 @@ def _parser(name: str, command: Command) -> _Parser:
         parser.add_argument(*argument.names, help=argument.help, **argument.settings)
     common = parser.add_argument_group("common")
     common.add_argument("--config", metavar="FILE", help="YAML with `option: value` lines")
-    common.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="sets any option; repeatable")
+    common.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="sets one of the options below; repeatable"
+    )
     common.add_argument("--json", action="store_true", help="print the summary to standard output, and nothing else")
     defaults = dict(command.defaults)
     groups: dict[str, Any] = {}
@@ -324,7 +339,8 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     if unknown:
         raise UsageError(_unknown(name, command, unknown[0]))
     flags = {key.removeprefix("option_"): value for key, value in vars(args).items() if key.startswith("option_")}
-    config = resolve(flags, args.set, args.config, dict(command.defaults))
+    taken = {option.name for option in _taken(command)}
+    config = resolve(flags, args.set, args.config, dict(command.defaults), f"kvtwin {name}", taken)
     for key in command.required:
         if getattr(config, key) is None:
             raise UsageError(f"`kvtwin {name}` needs {options()[key].flag}.")

@@ -12,7 +12,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -193,6 +193,17 @@ class Config:
     )
 
     # -- output
+    record_blocks: bool = _option(
+        False, "output", "also write where every block is after each step, for `kvtwin plot memory`; takes more time"
+    )
+    record_blocks_limit: int = _option(
+        4_000_000,
+        "output",
+        "changes of blocks to record; later steps are left out",
+        unit="changes",
+        low=1,
+        high=1 << 28,
+    )
     out: str | None = _option(None, "output", "where the results go", metavar="PATH")
 
 
@@ -314,6 +325,8 @@ def resolve(
     sets: Sequence[str] = (),
     config_file: str | None = None,
     defaults: Mapping[str, Any] | None = None,
+    command: str = "",
+    taken: Collection[str] | None = None,
 ) -> Config:
     """The configuration from all sources.
 
@@ -322,9 +335,12 @@ def resolve(
         sets: `key=value` texts.
         config_file: path of a YAML file.
         defaults: what this command takes where nothing says otherwise; ranks below the preset.
+        command: what the user calls the command.
+        taken: the options that it uses; None: all. A config file may serve several commands, and have others too.
 
     Raises:
-        UsageError: an unknown key, or a value that cannot be; names the nearest valid ones.
+        UsageError: an unknown key, one of `sets` that the command does not use, or a value that cannot be; names the
+            nearest valid ones.
     """
     known = options()
     given: dict[str, tuple[str, Any]] = {}
@@ -340,6 +356,8 @@ def resolve(
             raise UsageError(f"--set takes key=value, but got {text!r}.")
         if key not in known:
             raise UsageError(f"--set names the unknown key {key}{nearest(key, known) or '.'}")
+        if taken is not None and key not in taken:
+            raise UsageError(f"`{command}` does not take {key} (--set); see {command} --help.")
         given[key] = (f"{key} (--set)", value)
     for key, value in flags.items():
         given[key] = (known[key].flag, value)

@@ -31,7 +31,7 @@ from experiments.generate import answers, vars_of
 from experiments.profile import profile_engine
 from experiments.run import run_trace
 from experiments.serving import scheduler_config
-from experiments.simulate import Basis, simulate_trace
+from experiments.simulate import Basis, simulate_into
 from sim.calibration import Calibration, calibrate
 from sim.errors import CalibrationError
 from sim.simulate import simulate
@@ -258,27 +258,11 @@ def _workload(
 
 def _simulate(engine: Engine, config: Config, trace: Trace, calibration: Calibration) -> results.Results:
     """The simulation's results folder, as `kvtwin simulate` writes it."""
-    assert config.out is not None
-    wall, cpu = time.perf_counter(), time.process_time()
     options = scheduler_config(config, engine.config.num_blocks, engine.config.max_model_len)
     basis = Basis(calibration.step_time(), calibration.label(), (), calibration)
-    manifest = {
-        "kind": "simulated",
-        "configuration": results.configuration(config),
-        "versions": results.versions("simpy"),
-        "seed": config.seed,
-        "trace": trace.name,
-        "trace_digest": trace.digest(),
-        "num_requests": len(trace),
-        "kv_blocks": options.num_blocks,
-        "max_model_len": options.max_model_len,
-        "step_time": basis.label,
-    }
-    folder = results.begin(config.out, manifest)
-    prediction = simulate_trace(config, trace, options, basis)
-    results.write_json(folder / "prediction.json", prediction.about)
-    timing = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-    results.finish(folder, manifest, prediction.tables, prediction.summary, timing)
+    folder, prediction = simulate_into(config, trace, options, basis)
+    if not prediction.complete:
+        raise KeyboardInterrupt
     return results.read_results(folder, "simulated")
 
 

@@ -173,7 +173,7 @@ def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
     steps = tables.steps
     lengths = np.asarray(steps["num_steps"], dtype=np.int64)
     total = int(lengths.sum())
-    first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    first = np.cumsum(lengths) - lengths
     offset = np.arange(total, dtype=np.int64) - np.repeat(first, lengths)  # of a step within its run
     out: dict[str, np.ndarray] = {
         name: np.repeat(np.asarray(column), lengths) for name, column in steps.items() if name not in _RUN_COLUMNS

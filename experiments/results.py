@@ -8,6 +8,7 @@
     timing.json        wall_s, cpu_s: what the command itself took
     replay.parquet     a real run: when each step was decided and ended, and what was taken in before it
     tokens.parquet     a real run: output tokens, stops and aborts
+    blocks.parquet     with --record-blocks: where every block was after each step (see blocks.py)
 
 Files appear whole or not at all. manifest.json says `complete: false` from the start, and `true` when all is written.
 """
@@ -32,13 +33,16 @@ from experiments.metrics import Tables
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from engine.core.presets import SchedulerConfig
     from experiments.config import Config
+    from traces import Trace
 
 __all__ = [
     "Results",
     "begin",
     "configuration",
     "finish",
+    "identity",
     "read_json",
     "read_results",
     "read_table",
@@ -220,6 +224,20 @@ def configuration(config: Config) -> dict[str, Any]:
     return {name: value for name, value in asdict(config).items() if known[name].section in _SECTIONS}
 
 
+def identity(config: Config, trace: Trace, scheduler: SchedulerConfig, *packages: str) -> dict[str, Any]:
+    """The part of the manifest that every run has: what was served, with which options, by which `packages`."""
+    return {
+        "configuration": configuration(config),
+        "versions": versions(*packages),
+        "seed": config.seed,
+        "trace": trace.name,
+        "trace_digest": trace.digest(),
+        "num_requests": len(trace),
+        "kv_blocks": scheduler.num_blocks,
+        "max_model_len": scheduler.max_model_len,
+    }
+
+
 def begin(out: str, manifest: Mapping[str, Any]) -> Path:
     """Claims the folder for a run: a manifest that says it is not complete, and nothing left from an earlier run.
 
@@ -231,7 +249,7 @@ def begin(out: str, manifest: Mapping[str, Any]) -> Path:
         raise UsageError(f"--out {out} is a file; name a folder.")
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / "manifest.json", {**manifest, "complete": False})
-    for name in ("requests", "steps", "gaps", "replay", "tokens"):
+    for name in ("requests", "steps", "gaps", "replay", "tokens", "blocks"):
         (path / f"{name}.parquet").unlink(missing_ok=True)
     for name in ("summary", "timing", "prediction"):
         (path / f"{name}.json").unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from engine.exec.engine import Engine, EngineRequest, ListSource, Served
 from engine.exec.executor import RequestState
 from engine.exec.sampler import SamplingParams
 from experiments import results
+from experiments.blocks import mind_truncated, write_blocks
 from experiments.config import Config
 from experiments.engine_options import engine_args
 from experiments.metrics import Tables, summarize
@@ -145,14 +146,7 @@ def run_trace(engine: Engine, config: Config, trace: Trace, terminal: Terminal) 
     wall, cpu = time.perf_counter(), time.process_time()
     manifest = {
         "kind": "real",
-        "configuration": results.configuration(config),
-        "versions": results.versions("torch"),
-        "seed": config.seed,
-        "trace": trace.name,
-        "trace_digest": trace.digest(),
-        "num_requests": len(trace),
-        "kv_blocks": engine.config.num_blocks,
-        "max_model_len": engine.config.max_model_len,
+        **results.identity(config, trace, engine.config, "torch"),
         "engine": {
             "model": engine.model.name,
             "dtype": str(engine.dtype).removeprefix("torch."),
@@ -172,7 +166,8 @@ def run_trace(engine: Engine, config: Config, trace: Trace, terminal: Terminal) 
         task = progress.add_task("Requests served", total=len(trace))
         player.on_finish = lambda: progress.advance(task)
         try:
-            served = engine.serve(player, log_decisions=True)
+            limit = config.record_blocks_limit if config.record_blocks else 0
+            served = engine.serve(player, log_decisions=True, record_blocks=limit)
         except KeyboardInterrupt:
             served, complete = engine.served, False
             terminal.interrupted = True
@@ -181,6 +176,10 @@ def run_trace(engine: Engine, config: Config, trace: Trace, terminal: Terminal) 
     tables = _tables(served, engine)
     summary = summarize(tables, engine.config.num_blocks, slo_of(config))
     write_recording(folder, served, player)
+    blocks = served.recorder.blocks
+    if blocks is not None:
+        write_blocks(folder, blocks, engine.config)
+    mind_truncated(blocks, terminal)
     timing = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     results.finish(folder, manifest, tables, summary, timing, complete)
     mind_rejected(tables.requests, terminal)

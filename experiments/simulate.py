@@ -10,17 +10,22 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import results
+from experiments.blocks import mind_truncated, write_blocks
 from experiments.config import Config
 from experiments.errors import UsageError
+from experiments.interruption import Interruption
 from experiments.metrics import Tables, summarize
 from experiments.serving import mind_rejected, scheduler_config, slo_of
 from experiments.workload import load_trace
 
 if TYPE_CHECKING:
+    from engine.core.blockmap import BlockRecorder
     from engine.core.presets import SchedulerConfig
     from experiments.terminal import Terminal
     from sim.calibration import Calibration
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     from sim.steptime import StepTime
     from traces import Trace
 
-__all__ = ["Prediction", "execute", "simulate_trace", "summary_rows"]
+__all__ = ["Prediction", "execute", "simulate_into", "simulate_trace", "summary_rows"]
 
 REFITS = 4
 """Bootstrap refits of the calibration that are simulated beside the ends of its band."""
@@ -56,6 +61,9 @@ class Prediction:
     summary: dict[str, Any]
     about: dict[str, Any]
     """The content of prediction.json."""
+    blocks: BlockRecorder | None = None
+    complete: bool = True
+    """False: it was interrupted."""
 
 
 def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
@@ -66,28 +74,47 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     basis = step_time_of(config, spec)
     num_blocks, assumption = kv_blocks(config, spec)
     options = scheduler_config(config, num_blocks, spec.max_position)
+    folder, prediction = simulate_into(config, trace, options, basis, assumption, wall, cpu)
+    terminal.interrupted = not prediction.complete
+    mind_rejected(prediction.tables.requests, terminal)
+    mind_truncated(prediction.blocks, terminal)
+    show(prediction, terminal)
+    if not prediction.complete:
+        terminal.warn(f"interrupted: {folder} holds what was simulated up to then.")
+    terminal.note(f"Written to {folder} in {time.perf_counter() - wall:.1f} s.")
+    return prediction.summary
+
+
+def simulate_into(
+    config: Config,
+    trace: Trace,
+    options: SchedulerConfig,
+    basis: Basis,
+    assumption: str = "",
+    wall: float | None = None,
+    cpu: float | None = None,
+) -> tuple[Path, Prediction]:
+    """The results folder `config.out` of a simulation, and what is in it; also of one that Ctrl-C ends early.
+
+    Args:
+        wall, cpu: when the command began, by time.perf_counter and time.process_time; default: now.
+    """
+    assert config.out is not None  # required by the command line
+    wall = time.perf_counter() if wall is None else wall
+    cpu = time.process_time() if cpu is None else cpu
     manifest = {
         "kind": "simulated",
-        "configuration": results.configuration(config),
-        "versions": results.versions("simpy"),
-        "seed": config.seed,
-        "trace": trace.name,
-        "trace_digest": trace.digest(),
-        "num_requests": len(trace),
-        "kv_blocks": num_blocks,
-        "max_model_len": options.max_model_len,
+        **results.identity(config, trace, options, "simpy"),
         "step_time": basis.label,
     }
-    assert config.out is not None  # required by the command line
     folder = results.begin(config.out, manifest)
     prediction = simulate_trace(config, trace, options, basis, assumption)
     results.write_json(folder / "prediction.json", prediction.about)
+    if prediction.blocks is not None:
+        write_blocks(folder, prediction.blocks, options)
     timing = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-    results.finish(folder, manifest, prediction.tables, prediction.summary, timing)
-    mind_rejected(prediction.tables.requests, terminal)
-    show(prediction, terminal)
-    terminal.note(f"Written to {folder} in {timing['wall_s']:.1f} s.")
-    return prediction.summary
+    results.finish(folder, manifest, prediction.tables, prediction.summary, timing, prediction.complete)
+    return folder, prediction
 
 
 def model_spec(model: str) -> ModelSpec:
@@ -111,6 +138,11 @@ def step_time_of(config: Config, spec: ModelSpec) -> Basis:
     if config.calibration is not None:
         from sim.calibration import load_calibration
 
+        if config.hardware is not None and config.num_gpu_blocks_override is not None:
+            raise UsageError(
+                "--hardware is not used beside --calibration, which predicts the machine it was measured on, and "
+                "--num-gpu-blocks-override; leave --hardware out."
+            )
         calibration = load_calibration(config.calibration)
         calibration.check_model(spec.name)
         return Basis(calibration.step_time(), calibration.label(), (), calibration)
@@ -161,10 +193,17 @@ def kv_blocks(config: Config, spec: ModelSpec) -> tuple[int, str]:
 def simulate_trace(
     config: Config, trace: Trace, options: SchedulerConfig, basis: Basis, assumption: str = ""
 ) -> Prediction:
-    """The simulation and, with a calibration, its repetitions."""
+    """The simulation and, with a calibration, its repetitions. Ctrl-C ends it after a whole step."""
+    with Interruption() as interrupted:
+        return _predict(config, trace, options, basis, assumption, interrupted)
+
+
+def _predict(
+    config: Config, trace: Trace, options: SchedulerConfig, basis: Basis, assumption: str, interrupted: Interruption
+) -> Prediction:
     from sim.simulate import share_outside_hull
 
-    found = _run(config, trace, options, basis.step_time)
+    found = _run(config, trace, options, basis.step_time, interrupted, record=config.record_blocks)
     tables = _tables(found, options)
     summary = summarize(tables, options.num_blocks, slo_of(config))
     about: dict[str, Any] = {
@@ -179,21 +218,37 @@ def simulate_trace(
     calibration = basis.calibration
     if calibration is not None:
         about["share_outside_hull"] = share_outside_hull(found, calibration.hull)
-        if config.bands:
+        if config.bands and not interrupted():
             others = {
-                name: summarize(_tables(_run(config, trace, options, model), options), options.num_blocks)
+                name: summarize(_tables(_run(config, trace, options, model, interrupted), options), options.num_blocks)
                 for name, model in calibration.band_models(REFITS).items()
             }
-            about["band"] = calibration.band
-            about["bands"] = _bands([summary, *others.values()])
-            about["elasticity"] = _elasticity(others["low"], others["high"], calibration.band)
-    return Prediction(tables, summary, about)
+            if not interrupted():  # or else some of them are of a part of the trace
+                about["band"] = calibration.band
+                about["bands"] = _bands([summary, *others.values()])
+                about["elasticity"] = _elasticity(others["low"], others["high"], calibration.band)
+    return Prediction(tables, summary, about, found.recorder.blocks, not interrupted())
 
 
-def _run(config: Config, trace: Trace, options: SchedulerConfig, step_time: StepTime) -> SimResult:
+def _run(
+    config: Config,
+    trace: Trace,
+    options: SchedulerConfig,
+    step_time: StepTime,
+    stop: Callable[[], bool],
+    record: bool = False,
+) -> SimResult:
     from sim.simulate import simulate
 
-    return simulate(trace, options, step_time, time_scale=config.time_scale, fast_forward=config.fast_forward)
+    return simulate(
+        trace,
+        options,
+        step_time,
+        time_scale=config.time_scale,
+        fast_forward=config.fast_forward,
+        record_blocks=config.record_blocks_limit if record else 0,
+        stop=stop,
+    )
 
 
 def _tables(found: SimResult, options: SchedulerConfig) -> Tables:

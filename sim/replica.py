@@ -26,7 +26,8 @@ class Replica:
     """A scheduler and an executor that serve what comes through an inbox, from the environment's time on.
 
     `finished` is called with the request and the time, once for each request that was accepted, when it ends, also by
-    an abort. `process` is the simpy process; it ends when the inbox is closed and nothing is left.
+    an abort. `process` is the simpy process; it ends when the inbox is closed and nothing is left, or at the first
+    step at which `stop` says so.
     """
 
     def __init__(
@@ -41,8 +42,12 @@ class Replica:
         fast_forward: bool = True,
         log: DecisionLog | None = None,
         check: bool = False,
+        stop: Callable[[], bool] | None = None,
     ) -> None:
         self._env = env
+        self._stop = stop
+        self.stopped = False
+        """Whether it ended early because `stop` said so."""
         self._inbox = inbox
         self._executor = executor
         self._finished = finished
@@ -73,6 +78,10 @@ class Replica:
         try:
             wait = next(loop)
             while True:
+                if self._stop is not None and self._stop():
+                    self.stopped = True
+                    loop.close()
+                    return
                 if wait.ends or wait.idle:
                     yield from self._tentatively(wait)
                 elif wait.until is not None and wait.until > env.now:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import simpy
 
+from engine.core.blockmap import BlockRecorder
 from engine.core.drive import Abort, Add
 from engine.core.identity import SpanIdentity
 from engine.core.presets import SchedulerConfig
@@ -31,13 +32,15 @@ __all__ = ["SimResult", "TraceInbox", "share_outside_hull", "simulate", "spec_of
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """A simulation that has run to its end."""
+    """A simulation that has run to its end, or was stopped before."""
 
     recorder: Recorder
     scheduler: Scheduler
     step_time: StepTime
     end_ns: int
     """Simulated time at which nothing was left."""
+    complete: bool = True
+    """False: it was stopped after a whole step, and requests may be unfinished or not have come yet."""
 
     def requests(self) -> dict[str, Any]:
         """One row a request: name of a column -> its values."""
@@ -157,15 +160,19 @@ def simulate(
     time_scale: float = 1.0,
     fast_forward: bool = True,
     log: bool = False,
+    record_blocks: int = 0,
     observe: Callable[[StepPlan], None] | None = None,
     check: bool = False,
+    stop: Callable[[], bool] | None = None,
 ) -> SimResult:
     """Serve a whole trace on one replica, in simulated time.
 
     A request generates the trace's number of tokens. With `max_tokens` it may generate that many, and stops by itself
     at the trace's number if that is smaller; the scheduler only knows max_tokens. `fast_forward` changes the speed and
     nothing else. With `log`, every decision is kept (in `recorder`'s table of steps nothing changes); `observe` sees
-    each plan when it is submitted, and needs fast_forward to be off to see all. `check` walks all state at each step.
+    each plan when it is submitted, and needs fast_forward to be off to see all. `record_blocks`: how many changes of
+    blocks to record at most, in `recorder.blocks`, which turns fast_forward off; 0: none. `check` walks all state at
+    each step. `stop` is asked now and then whether to leave off.
 
     Raises:
         SimError: an argument is out of range.
@@ -173,7 +180,7 @@ def simulate(
     """
     env = simpy.Environment(initial_time=0)
     scheduler = Scheduler(config)
-    recorder = Recorder(scheduler)
+    recorder = Recorder(scheduler, BlockRecorder(scheduler, record_blocks) if record_blocks else None)
     executor = SimExecutor(step_time.with_overlap(config.steps_in_flight), observe=observe)
     source = TraceSource(trace, time_scale)
     inbox = TraceInbox(trace, source, config, executor.stops, max_tokens)
@@ -188,6 +195,7 @@ def simulate(
         fast_forward=fast_forward,
         log=decisions,
         check=check,
+        stop=stop,
     )
     env.run()
     if replica.process.is_alive:
@@ -195,7 +203,7 @@ def simulate(
             f"The simulation stands still at {env.now} ns with {scheduler.num_waiting} requests waiting, "
             f"{scheduler.num_running} running and {source.remaining} to come."
         )
-    return SimResult(recorder, scheduler, step_time, int(env.now))
+    return SimResult(recorder, scheduler, step_time, int(env.now), not replica.stopped)
 
 
 def share_outside_hull(result: SimResult, hull: Hull) -> float:

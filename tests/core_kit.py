@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -24,6 +24,7 @@ from engine.core import (
     StepPlan,
     TokenIdentity,
 )
+from engine.core.blockmap import BlockRecorder
 from engine.core.drive import Abort, Add, drive
 from engine.core.records import DecisionLog, Recorder
 from engine.core.scheduler import Horizon
@@ -545,9 +546,13 @@ class Simulated:
 
 
 def simulate(
-    case: Case, fast_forward: bool, scheduler_type: type[Scheduler] = Scheduler, log_decisions: bool = False
+    case: Case,
+    fast_forward: bool,
+    scheduler_type: type[Scheduler] = Scheduler,
+    log_decisions: bool = False,
+    blocks_type: Callable[[Scheduler], BlockRecorder] | None = None,
 ) -> Simulated:
-    """Run a program on the clock."""
+    """Run a program on the clock; `blocks_type` makes what records its blocks."""
     terms: Counter[str] = Counter()
     runs: list[int] = []
 
@@ -567,7 +572,7 @@ def simulate(
             return super().advance(ends)
 
     scheduler = Counting(case.config)
-    recorder = Recorder(scheduler)
+    recorder = Recorder(scheduler, None if blocks_type is None else blocks_type(scheduler))
     executor = ClockExecutor(case.step_cost, case.config.steps_in_flight)
     inbox = ListInbox(case)
     inbox.executor = executor

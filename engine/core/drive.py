@@ -84,11 +84,12 @@ def drive(
     """Serve until the inbox closes and nothing is left.
 
     With one step in flight: drain, schedule, run, complete. With two: drain and schedule step N + 1 while step N runs,
-    then wait for N and complete it. `fast_forward` needs a FastExecutor; results are the same without. `on_step` is
-    told of every completed step on its own (runs of steps in which nothing happens to any request are not told).
-    `check` walks all state after every step.
+    then wait for N and complete it. `fast_forward` needs a FastExecutor; results are the same without, and it is off
+    while blocks are recorded, so that every step is. `on_step` is told of every completed step on its own (runs of
+    steps in which nothing happens to any request are not told). `check` walks all state after every step.
     """
     depth = scheduler.config.steps_in_flight
+    fast_forward = fast_forward and recorder.blocks is None
     fast = cast(FastExecutor, executor)
     flight: deque[StepPlan] = deque()
     while True:
@@ -107,6 +108,8 @@ def drive(
             scheduler.check()
         if not flight:
             if not inbox.is_open() and not scheduler.has_unfinished:
+                if recorder.blocks is not None:
+                    recorder.blocks.ended()
                 return
             now = yield Wait(inbox.next_ns(), idle=True)
             continue

@@ -266,6 +266,14 @@ class BlockPool:
     def is_kept(self, block: BlockId) -> bool:
         return bool(self._kept[block])
 
+    def all_refs(self) -> list[int]:
+        """References to each block, as a copy (for records; O(pool))."""
+        return list(self._refs)
+
+    def kept_flags(self) -> bytes:
+        """One byte a block: whether its content is kept, as a copy (for records; O(pool))."""
+        return bytes(self._kept)
+
     def free_order(self) -> list[BlockId]:
         """All free blocks in the order in which they would be given out (for checks; O(pool))."""
         return list(self._order)

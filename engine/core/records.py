@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.core.blockmap import BlockRecorder
 from engine.core.scheduler import Scheduler
 from engine.core.types import Finish, PlanItem, RequestSpec, StepEvents, StepOutcome, StepPlan, Usage
 
@@ -68,7 +69,9 @@ _OUTCOME_NAMES = np.array(["unfinished", "length", "stop", "aborted", "rejected"
 class Recorder:
     """Collects the two tables in memory, in flat arrays: about 100 bytes a request and 170 a step or run."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, blocks: BlockRecorder | None = None) -> None:
+        self.blocks = blocks
+        """Where every block was, if somebody wants to know."""
         self._scheduler = scheduler
         self._block_size = scheduler.config.block_size
         self._ids = array("q")
@@ -132,6 +135,8 @@ class Recorder:
         if not plan.runs:
             self._lost += len(plan.preempted)  # counted with the next plan that runs
             return
+        if self.blocks is not None:
+            self.blocks.planned(plan.seq)
         tokens = work = 0
         for item in plan.prefills:
             num = item.num_tokens

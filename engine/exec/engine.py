@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from engine.core.blockmap import BlockRecorder
 from engine.core.drive import Abort, Add, StepHook, Wait, drive
 from engine.core.errors import ConfigError
 from engine.core.identity import TokenIdentity
@@ -285,16 +286,19 @@ class Engine:
         source: RequestSource,
         *,
         log_decisions: bool = False,
+        record_blocks: int = 0,
         check: bool = False,
         on_step: StepHook | None = None,
     ) -> Served:
         """Serve until the source is closed and every request has ended; in real time, from 0 on the engine's clock.
 
+        `record_blocks`: how many changes of blocks to record at most, in `recorder.blocks`; 0: none.
+
         The records of an interrupted run (KeyboardInterrupt) are complete up to its last finished step: they hang on
         `self.served`.
         """
         scheduler = Scheduler(self.config)
-        recorder = Recorder(scheduler)
+        recorder = Recorder(scheduler, BlockRecorder(scheduler, record_blocks) if record_blocks else None)
         log = DecisionLog(scheduler) if log_decisions else None
         executor = self.make_executor()
         inbox = _Inbox(source, executor, recorder, self.config.block_size, self.model.config.vocab_size)

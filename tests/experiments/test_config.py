@@ -32,6 +32,16 @@ def test_the_preset_may_come_from_any_source(tmp_path: Path) -> None:
     assert resolve({}, ["preset=vllm-0.19"]).free_order == "single-queue"
 
 
+def test_a_config_file_may_serve_several_commands_and_set_may_not(tmp_path: Path) -> None:
+    """Options that a command does not use are passed over in a file, and refused where they are named for it."""
+    file = tmp_path / "c.yaml"
+    file.write_text("block_size: 8\nmax_tokens: 3\n")
+    taken = {"block_size"}
+    assert resolve({}, ["block_size=4"], str(file), command="kvtwin x", taken=taken).block_size == 4
+    with pytest.raises(UsageError, match="`kvtwin x` does not take max_tokens"):
+        resolve({}, ["max-tokens=4"], str(file), command="kvtwin x", taken=taken)
+
+
 def test_command_defaults_rank_below_everything(tmp_path: Path) -> None:
     """A command's own default gives way to any source."""
     assert resolve({}, defaults={"out": "a"}).out == "a"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import results
+from experiments import metrics, results
+from experiments.blocks import read_blocks
 from experiments.cli import main
+from experiments.interruption import Interruption
 
 WORKLOAD = """
 kind: synthetic
@@ -161,6 +164,80 @@ def test_an_interrupted_run_keeps_what_there_is(folder: Path, tmp_path: Path) ->
     found = results.read_results(out, "real")
     assert found.manifest["complete"] is False
     assert 0 < found.summary["num_requests"] < 50
+
+
+@pytest.mark.parametrize("where", ["simulation", "bands"])
+def test_an_interrupted_simulation_keeps_what_there_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    """Ctrl-C ends a simulation after a whole step, with exit code 130 and a readable folder that is not complete."""
+    common = ["--trace", str(folder / "w.yaml"), *OPTIONS, "--calibration", str(folder / "calibration.json")]
+    words = ["simulate", *common, "--no-fast-forward", "--record-blocks", "--out", str(tmp_path)]
+    asked, wanted = 0, 1 << 40
+
+    def ask(self: Interruption) -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == wanted:
+            signal.raise_signal(signal.SIGINT)
+        return self._came
+
+    monkeypatch.setattr(Interruption, "__call__", ask)
+    assert main([*words, "--no-bands"]) == 0
+    whole = results.read_results(tmp_path).tables
+    wanted, asked = asked // 2 if where == "simulation" else asked + 20, 0
+    capsys.readouterr()
+    assert main(words) == 130
+    assert "interrupted" in capsys.readouterr().err
+    found = results.read_results(tmp_path, "simulated")
+    assert found.manifest["complete"] is False
+    assert results.read_json(tmp_path / "prediction.json")["bands"] is None
+    steps = found.tables.steps["step"]
+    assert len(steps) > 0
+    assert (len(steps) < len(whole.steps["step"])) == (where == "simulation")
+    for name in ("start_ns", "end_ns", "num_decodes", "prefill_tokens", "held", "finished"):
+        np.testing.assert_array_equal(found.tables.steps[name], whole.steps[name][: len(steps)], err_msg=name)
+    blocks = read_blocks(tmp_path)
+    assert blocks is not None
+    assert blocks.last_step >= steps[-1]
+    assert main(["plot", "memory", str(tmp_path), "--panels", "1"]) == 0
+
+
+def test_a_second_interruption_is_not_waited_for() -> None:
+    """The first Ctrl-C is a question's answer, the next one is raised; afterwards all is as before."""
+    before = signal.getsignal(signal.SIGINT)
+    with Interruption() as interrupted:
+        assert not interrupted()
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_real_run_records_the_blocks_that_its_usage_counts(folder: Path, tmp_path: Path) -> None:
+    """The engine's own record of blocks agrees with its table of steps, in every step."""
+    common = ["--trace", str(folder / "w.yaml"), *OPTIONS]
+    assert main(["run", *common, "--record-blocks", "--out", str(tmp_path)]) == 0
+    steps = metrics.expand_steps(results.read_results(tmp_path).tables)
+    history = read_blocks(tmp_path)
+    assert history is not None
+    for place, state in enumerate(history.states(steps["step"].tolist())):
+        used = int((state.owners > 0).sum()) * 16
+        cached = int(state.cached.sum()) * 16
+        assert (used, cached) == (steps["held"][place] + steps["tail"][place], steps["cached"][place])
+    assert main(["plot", "memory", str(tmp_path), "--at", "100ms"]) == 0
+    assert {"memory.png", "blocks.png", "blocks.html"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_device_that_would_not_be_used_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A calibration and a number of blocks leave nothing for --hardware to say."""
+    words = ["--trace", str(folder / "w.yaml"), *OPTIONS, "--calibration", str(folder / "calibration.json")]
+    assert main(["simulate", *words, "--hardware", "h100", "--out", str(tmp_path / "o")]) == 2
+    assert "leave --hardware out" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(
