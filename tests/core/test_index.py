@@ -82,16 +82,19 @@ class IndexMachine(RuleBasedStateMachine):
             going.append(entry[1])
         assert self.index.remove([BlockId(20), *going]) == len(going)
 
-    @rule(path=PATHS, stop=st.integers(0, 6))
-    def match(self, path: Path, stop: int) -> None:
-        """A request whose block i has the first i + 1 steps of the path as content."""
+    @rule(path=PATHS, data=st.data())
+    def match(self, path: Path, data: st.DataObject) -> None:
+        """A request whose block i has the first i + 1 steps of the path as content, looked up as far as each block."""
+        if self.listed and data.draw(st.booleans()):
+            path = (*data.draw(st.sampled_from(self.listed))[0], *path)
         keys = [BlockHash(path[: k + 1]) for k in range(len(path))]
         expected: list[BlockId] = []
-        for k in range(min(stop, len(path))):
+        for k in range(len(path)):
             if not self.blocks_of(path[: k + 1]):
                 break
             expected.append(self.blocks_of(path[: k + 1])[0])
-        assert self.index.match(keys.__getitem__, min(stop, len(path))) == expected
+        for stop in range(len(path) + 1):
+            assert self.index.match(keys.__getitem__, stop) == expected[:stop]
 
     @invariant()
     def agrees(self) -> None:
