@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 
-.PHONY: venv demo test test-long lint format clean
+.PHONY: venv demo test test-long oracle test-oracle bench-core lint format clean
 
 venv: $(STAMP)
 	@$(BIN)/python -m engine.compiled
@@ -23,10 +23,17 @@ demo: venv
 	$(BIN)/kvtwin demo --out results/demo
 
 test: venv
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not oracle"
 
 test-long: venv
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not oracle"
+
+# vLLM's own schedulers, in an environment of their own outside of this folder (see docs/oracle.md).
+oracle: venv
+	TORCH=$(TORCH) $(BIN)/python tests/oracle/setup_oracle.py
+
+test-oracle: venv
+	$(BIN)/python -m pytest -n 0 -m oracle tests/oracle
 
 lint: venv
 	$(BIN)/ruff check .

@@ -131,8 +131,14 @@ class Config:
     long_prefill_token_threshold: int = _option(
         0, "scheduler", "most prompt tokens of one request in one step; 0: no limit", unit="tokens", low=0, high=1 << 24
     )
+    long_prefill_threshold_alone: bool = _option(
+        True, "scheduler", "hold a request to that limit also while there is no other"
+    )
     watermark: float = _option(
         0.0, "scheduler", "share of the blocks that admission leaves free while something runs", low=0, high=0.999
+    )
+    null_block: bool = _option(
+        False, "scheduler", "one block that no request gets counts in the share of the watermark, as vLLM's null block"
     )
     scheduler_reserve_full_isl: bool = _option(True, "scheduler", "admit a request only when its whole prompt fits")
     same_step: str = _option(

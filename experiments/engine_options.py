@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["engine_args"]
 
 _SHARED = (
-    *("long_prefill_token_threshold", "watermark", "scheduler_reserve_full_isl", "same_step", "free_order"),
-    *("prefix_index",),
+    *("long_prefill_token_threshold", "long_prefill_threshold_alone", "watermark", "null_block"),
+    *("scheduler_reserve_full_isl", "same_step", "free_order", "prefix_index"),
     *("scheduling_policy", "block_size", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "policies"),
 )
 """Options of the scheduler that the engine takes by the same name."""

@@ -45,6 +45,8 @@ class BlockManager:
         """Kept blocks that no key leads to: private content of requests that have ended."""
         self.taken: list[BlockId] | None = None
         """Where set to a list, every block that is taken is noted in it."""
+        self.evicted: list[BlockId] | None = None
+        """Where set to a list, every block that is taken with content that could still be hit is noted in it."""
 
     def lookup(self, request: Request) -> list[BlockId]:
         """The cached blocks that `request` could start with. Pure.
@@ -194,6 +196,8 @@ class BlockManager:
             self.num_dead -= len(evicted) - self.index.remove(evicted)
         if self.taken is not None:
             self.taken.extend(blocks)
+        if self.evicted is not None:
+            self.evicted.extend(evicted)
 
     def digest(self, requests: Sequence[Request]) -> str:
         """A fingerprint of every block's whereabouts: references, free order, index, and the tables of `requests`."""

@@ -37,8 +37,12 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     watermark: float = 0.0
     """Share of the blocks that an admission leaves free, as long as something is running."""
+    null_block: bool = False
+    """Whether there is one more block, which no request gets, but which counts in that share (vLLM's null block)."""
     long_prefill_token_threshold: int = 0
     """Most prompt tokens of one request in a step; 0: no such limit."""
+    long_prefill_threshold_alone: bool = True
+    """Whether that limit also holds while there is no other request, running or waiting. In vLLM 0.33 it does not."""
     num_lookahead_tokens: int = 0
     """Slots that a request is given beyond the tokens of the step (speculative decoding)."""
     scheduler_reserve_full_isl: bool = True
@@ -109,7 +113,7 @@ class SchedulerConfig:
 
     @property
     def watermark_blocks(self) -> int:
-        return int(self.watermark * self.num_blocks)
+        return int(self.watermark * (self.num_blocks + self.null_block))
 
 
 PRESETS: dict[str, dict[str, object]] = {
@@ -117,6 +121,8 @@ PRESETS: dict[str, dict[str, object]] = {
         "free_order": "single-queue",
         "same_step": "share",
         "watermark": 0.0,
+        "null_block": True,
+        "long_prefill_threshold_alone": True,
         "scheduler_reserve_full_isl": True,
         "enable_prefix_caching": True,
         "max_num_seqs": 256,
@@ -127,6 +133,8 @@ PRESETS: dict[str, dict[str, object]] = {
         "free_order": "blank-first",
         "same_step": "share",
         "watermark": 0.0,
+        "null_block": True,
+        "long_prefill_threshold_alone": False,
         "scheduler_reserve_full_isl": True,
         "enable_prefix_caching": True,
         "max_num_seqs": 256,

@@ -88,6 +88,8 @@ class Scheduler:
         """Kept free blocks after each plan of the last `advance`."""
         self._lag = 0
         """Plans that were in flight when the newest plan was made."""
+        self._threshold = config.long_prefill_token_threshold
+        """Most prompt tokens of one request in this step; 0: no limit."""
         self._share = config.same_step == "share"
         self._defer = config.same_step == "defer"
         self._order: Order = ORDERS[config.scheduling_policy]()
@@ -262,6 +264,9 @@ class Scheduler:
         preempted: list[Request] = []
         items: list[PlanItem] = []
         budget = self.config.max_num_batched_tokens
+        if not self.config.long_prefill_threshold_alone:
+            others = len(self._running) + len(self._waiting) > 1
+            self._threshold = self.config.long_prefill_token_threshold if others else 0
         if self._chunks:
             self._dissolve_behind_chunks(budget)
         self._place_running(seq, budget, items, preempted)
@@ -298,7 +303,7 @@ class Scheduler:
                     filled[request.id] = request.base + fill_seq
         for request in self._chunks:
             turns[request.id] = request
-        threshold = self.config.long_prefill_token_threshold
+        threshold = self._threshold
         spent = 0
         for request in sorted(turns.values(), key=by_key):
             if request.state != RUNNING:
@@ -370,8 +375,8 @@ class Scheduler:
             if self._defer and self._is_being_written(request, len(hits)):
                 return False
             num = min(request.known - start, budget)
-            if 0 < config.long_prefill_token_threshold < num:
-                num = config.long_prefill_token_threshold
+            if 0 < self._threshold < num:
+                num = self._threshold
             tokens = min(start + num + config.num_lookahead_tokens, config.max_model_len)
             whole = max(tokens, request.known) if config.scheduler_reserve_full_isl else tokens
             spare = config.watermark_blocks if self._running else 0
@@ -476,7 +481,7 @@ class Scheduler:
     def _dissolve_behind_chunks(self, budget: int) -> None:
         """If prefill chunks may leave no budget for decodes behind them, those decodes are placed one by one."""
         demand = self._cohort.num
-        threshold = self.config.long_prefill_token_threshold or budget
+        threshold = self._threshold or budget
         for request in self._chunks:
             demand += min(request.known + request.pending - request.sched, threshold)
         if demand <= budget:

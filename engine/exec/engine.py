@@ -73,7 +73,9 @@ class EngineArgs:
     preset: str | None = None
     """A preset's options, over which those named below stand where they are not None."""
     long_prefill_token_threshold: int | None = None
+    long_prefill_threshold_alone: bool | None = None
     watermark: float | None = None
+    null_block: bool | None = None
     scheduler_reserve_full_isl: bool | None = None
     same_step: str | None = None
     free_order: str | None = None
@@ -405,7 +407,9 @@ def _scheduler_config(args: EngineArgs, model: DecoderConfig, dtype: torch.dtype
     options: dict[str, object] = dict(preset(args.preset)) if args.preset else {}
     for name in (
         "long_prefill_token_threshold",
+        "long_prefill_threshold_alone",
         "watermark",
+        "null_block",
         "scheduler_reserve_full_isl",
         "same_step",
         "free_order",

@@ -65,6 +65,7 @@ def test_every_option_has_a_range_or_is_a_switch() -> None:
     """No option is forgotten: all but switches and policies are refused at some value."""
     tried = {option for option, _, _ in OUT_OF_RANGE}
     switches = {"enable_prefix_caching", "scheduler_reserve_full_isl", "host_tier", "cost_model", "policies"}
+    switches |= {"long_prefill_threshold_alone", "null_block"}
     assert tried | switches == set(SchedulerConfig.__dataclass_fields__)
 
 
@@ -230,6 +231,21 @@ def test_a_chunk_is_no_longer_than_the_threshold() -> None:
     assert sizes == [[(0, 3, False)], [(3, 3, False)], [(6, 1, True)]]
 
 
+def test_the_threshold_may_spare_a_request_that_is_alone() -> None:
+    """Without long_prefill_threshold_alone the bound holds only while there is another request, running or waiting."""
+    limits = {"long_prefill_token_threshold": 2, "max_num_seqs": 4, "max_num_batched_tokens": 5}
+    scheduler = Scheduler(config(long_prefill_threshold_alone=False, **limits))
+    scheduler.add(spec(15, 1), 0)
+    sizes = []
+    for turn in range(5):
+        if turn == 1:
+            scheduler.add(spec(3, 1), turn)  # ends in turn 2
+        plan = scheduler.schedule(turn)
+        sizes.append([(item.request, item.num_tokens) for item in plan.prefills])
+        scheduler.complete(plan, StepOutcome(turn + 1))
+    assert sizes == [[(0, 5)], [(0, 2), (1, 2)], [(0, 2), (1, 1)], [(0, 5)], [(0, 1)]]
+
+
 def test_max_num_seqs_bounds_the_running() -> None:
     """No more requests run than max_num_seqs, and the next starts in the step after one ended."""
     jobs = tuple(Job(0, (0, 1), out, out, private=True) for out in (2, 4, 2))
@@ -242,3 +258,9 @@ def test_a_vllm_preset_keeps_the_null_block() -> None:
     """Of the 2,588 blocks that vLLM reports, requests can have 2,587; other engines' presets and ours give all."""
     assert usable_blocks(2588, "vllm-0.19") == usable_blocks(2588, "vllm-v1") == 2587
     assert usable_blocks(2588, None) == usable_blocks(2588, "other") == 2588
+
+
+def test_the_null_block_counts_in_the_watermark() -> None:
+    """vLLM takes the watermark's share of all blocks, the one that it keeps among them."""
+    assert config(num_blocks=99, watermark=0.1).watermark_blocks == 9
+    assert config(num_blocks=99, watermark=0.1, null_block=True).watermark_blocks == 10
