@@ -22,6 +22,7 @@ from engine.core import (
     TokenIdentity,
     preset,
 )
+from engine.core.types import BlockId
 from experiments.errors import UsageError
 
 __all__ = [
@@ -120,8 +121,9 @@ def replay_workload(
                 id = numbers[request["id"]]
                 scheduler.abort(id)
                 finished.append([turn, request["id"], "abort", num_outputs.pop(id)])
-        scheduler.manager.taken = taken = []
-        scheduler.manager.evicted = evicted = []
+        taken: list[BlockId] = []
+        evicted: list[BlockId] = []
+        scheduler.manager.taken, scheduler.manager.evicted = taken, evicted
         plan = scheduler.schedule(turn)
         rows = scheduler.scheduled_order(plan) if plan.num_rows else []
         if rows or plan.preempted:

@@ -138,7 +138,7 @@ def answer_of(scheduler: Any, plan: Any, tokens: list[list[int]]) -> list[Any]:
 
 
 def play(config: dict[str, Any], requests: list[dict[str, Any]], steps_in_flight: int) -> dict[str, Any]:
-    """Each turn: requests arrive and are aborted; schedule; then the oldest step in flight ends, if enough of them are."""
+    """Each turn: requests come and go; schedule; then the oldest step in flight ends, if enough of them are."""
     scheduler = make_scheduler(config, steps_in_flight)
     pool = scheduler.kv_cache_manager.block_pool
     taken, evicted = watch_pool(pool)
