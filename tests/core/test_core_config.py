@@ -44,6 +44,7 @@ OUT_OF_RANGE: list[tuple[str, object, str]] = [
     ("steps_in_flight", 3, "1 or 2"),
     ("same_step", "sometimes", "share, off, defer"),
     ("free_order", "lru", "single-queue, blank-first"),
+    ("prefix_index", "trie", "hash, radix"),
     ("preemption_mode", "kill", "recompute, swap, swap-groups, auto, reject"),
     ("scheduling_policy", "lifo", "fcfs, priority"),
 ]
