@@ -13,7 +13,6 @@ from engine.core import (
     NO_LIMIT,
     Admission,
     Finish,
-    PlanItem,
     RequestSpec,
     RequestView,
     Scheduler,
@@ -22,7 +21,6 @@ from engine.core import (
     StepEvents,
     StepOutcome,
     StepPlan,
-    TokenIdentity,
 )
 from engine.core.blockmap import BlockRecorder
 from engine.core.drive import Abort, Add, drive
@@ -35,12 +33,12 @@ __all__ = [
     "Job",
     "ListInbox",
     "PulseAdmission",
-    "ShadowExecutor",
     "aborts_everywhere",
+    "beam_parents",
     "decodes_behind_chunks",
     "followers_everywhere",
     "full_prompt",
-    "play",
+    "output_token",
     "simulate",
 ]
 
@@ -67,6 +65,8 @@ class Job:
     """It comes at its own time even if it follows a job that has not ended. (Without a clock, all do.)"""
     quote: int | None = None
     """It begins with this much of the output of the job that it follows, and not with all of it."""
+    n: int = 1
+    beam: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,18 @@ class Case:
     jobs: tuple[Job, ...]
     step_cost: tuple[int, int, int] = (1, 0, 0)
     """ns of a step: constant, per token, per token of decode context."""
+    luck: int = 0
+    """Decides how long each transfer takes, and whether it fails or is lost."""
 
 
-def output_token(job: int, k: int) -> int:
-    """Token k that job generates; from the same small alphabet as prompts, so that contents collide."""
-    return (job * 7 + k * k + k // 3) % 2
+def output_token(job: int, k: int, q: int = 0) -> int:
+    """Token k of sequence q of a job; from the same small alphabet as prompts, so that contents collide."""
+    return (job * 7 + k * k + k // 3 + q * (k + 1)) % 2
+
+
+def beam_parents(job: int, k: int, n: int) -> list[int]:
+    """Which of the n sequences of a beam each continues when it gets its token k."""
+    return [(q * (k % 3) + job + k // 2) % n for q in range(n)]
 
 
 def full_prompt(jobs: tuple[Job, ...], number: int) -> tuple[int, ...]:
@@ -166,211 +173,6 @@ def followers_everywhere() -> list[Case]:
         jobs = (Job(0, (0, 1, 1), 18, 18), Job(at, (1,), 2, 2, follows=0, early=True, quote=15))
         found.append(Case(config, jobs))
     return found
-
-
-class ShadowExecutor:
-    """Remembers, per slot, the exact prefix that was computed into it, and checks every read and write of a step."""
-
-    def __init__(self, scheduler: Scheduler, stops: dict[int, int]) -> None:
-        self.scheduler = scheduler
-        self.size = scheduler.config.block_size
-        self.slots: dict[int, int] = {}
-        self.tokens: dict[int, list[int]] = {}
-        self.prefix: dict[int, list[int]] = {}
-        """Per request, a name for each of its prefixes."""
-        self.names: dict[tuple[int, int], int] = {}
-        self.root: dict[int, int] = {}
-        self.job_of: dict[int, int] = {}
-        self.stops = stops
-        scheduler.manager.taken = []
-        self.confirmed: dict[int, bool] = {}
-        """Blocks that a completed step left full and listed."""
-        self.outcomes: deque[StepOutcome] = deque()
-        self.prompt_len: dict[int, int] = {}
-        self.hit_tokens = 0
-
-    def register(self, request: int, job: int, prompt: tuple[int, ...], root: int) -> None:
-        self.tokens[request] = list(prompt)
-        self.prompt_len[request] = len(prompt)
-        self.prefix[request] = []
-        self.root[request] = root
-        self.job_of[request] = job
-
-    def name(self, request: int, length: int) -> int:
-        """A number for the first `length` tokens of the request (and what else decides their KV)."""
-        names = self.prefix[request]
-        while len(names) < length:
-            parent = names[-1] if names else -1 - self.root[request]
-            step = (parent, self.tokens[request][len(names)])
-            names.append(self.names.setdefault(step, len(self.names)))
-        return names[length - 1]
-
-    def submit(self, plan: StepPlan, view: Scheduler, now: int) -> None:
-        rows = view.scheduled_order(plan)
-        assert len({row.request for row in rows}) == len(rows), "a request has two rows in one step"
-        pool, index = view.manager.pool, view.manager.index
-        for block in view.manager.taken or ():
-            self.confirmed.pop(block, None)
-        view.manager.taken = []
-        writer: dict[int, int] = {}
-        for row in rows:
-            table = view.table(row.request)
-            assert row.num_tokens >= 1
-            assert row.start + row.num_tokens <= len(self.tokens[row.request]), "a token is computed that is not known"
-            assert row.start + row.num_tokens <= len(table) * self.size
-            for position in range(row.start, row.start + row.num_tokens):
-                block = table[position // self.size]
-                assert writer.setdefault(block, row.request) == row.request, "two requests write to one block"
-                key = index.key_of(block)
-                provisional = view.config.same_step == "share" and key is not None
-                assert pool.refs(block) == 1 or provisional, f"request {row.request} writes to a shared block"
-                assert block not in self.confirmed, "a confirmed block is written again"
-                self.slots[block * self.size + position % self.size] = self.name(row.request, position + 1)
-        tokens = {}
-        finished = []
-        for row in rows:
-            table = view.table(row.request)
-            for position in range(row.start + row.num_tokens):
-                slot = table[position // self.size] * self.size + position % self.size
-                wanted = self.name(row.request, position + 1)
-                assert self.slots.get(slot) == wanted, f"request {row.request} reads another prefix at {position}"
-            known = self.tokens[row.request]
-            reaches_end = row.start + row.num_tokens == len(known)
-            assert row.samples == reaches_end, "samples is wrong"
-            if row.samples:
-                job = self.job_of[row.request]
-                k = len(known) - self.prompt_len[row.request]
-                tokens[row.request] = output_token(job, k)
-                known.append(tokens[row.request])
-                if k + 1 == self.stops.get(job, NO_LIMIT):
-                    finished.append(Finish(row.request, "stop"))
-        self.outcomes.append(StepOutcome(now + 1, tokens, tuple(finished)))
-
-    def collect(self) -> StepOutcome:
-        return self.outcomes.popleft()
-
-    def confirm(self) -> None:
-        """To be called when no step is in flight: whatever the index lists now has been written."""
-        index = self.scheduler.manager.index
-        for _, blocks in index.entries():
-            self.confirmed.update(dict.fromkeys(blocks, True))
-
-
-@dataclass
-class Played:
-    """What a program did."""
-
-    outputs: dict[int, list[int]]
-    finished: dict[int, str]
-    preemptions: int
-    hits: int
-    turns: int
-    preempted: dict[int, int]
-    """How often each job was preempted."""
-
-
-def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
-    """Run a program over the shadow executor, checking everything at every step. Aborts come between any two calls."""
-    config = case.config
-    scheduler = scheduler_type(config)
-    jobs = case.jobs
-    shadow = ShadowExecutor(scheduler, {i: job.out for i, job in enumerate(jobs) if job.out < job.cap})
-    arrivals = deque(sorted(range(len(jobs)), key=lambda i: (jobs[i].at, i)))
-    id_of: dict[int, int] = {}
-    finished: dict[int, str] = {}
-    flight: deque[StepPlan] = deque()
-    turn = hits = 0
-    preempted: Counter[int] = Counter()
-    order: dict[int, tuple[int, ...]] = {}
-    """The place of each request, by what its sender said."""
-    bound = 50 + 40 * sum(len(full_prompt(jobs, i)) + job.cap for i, job in enumerate(jobs)) + max(j.at for j in jobs)
-
-    def abort(in_flight: bool) -> None:
-        for i, job in enumerate(jobs):
-            if job.abort_at == turn and job.abort_in_flight == in_flight and i in id_of and i not in finished:
-                finish = scheduler.abort(id_of[i])
-                assert finish is not None
-                assert finish.num_output_tokens <= job.cap
-                finished[i] = "abort"
-
-    while arrivals or scheduler.has_unfinished:
-        while arrivals and jobs[arrivals[0]].at <= turn:
-            i = arrivals.popleft()
-            prompt = full_prompt(jobs, i)
-            identity = None if jobs[i].private else TokenIdentity(prompt, config.block_size, jobs[i].salt)
-            spec = RequestSpec(turn, len(prompt), jobs[i].cap, identity, priority=jobs[i].priority)
-            id_of[i] = scheduler.add(spec, turn)
-            root = 10_000 + i if jobs[i].private else int.from_bytes(jobs[i].salt + b"\0", "little")
-            shadow.register(id_of[i], i, prompt, root)
-            priority = jobs[i].priority if config.scheduling_policy == "priority" else 0
-            order[id_of[i]] = (priority, turn, id_of[i])
-        abort(in_flight=False)
-        plan = scheduler.schedule(turn)
-        preempted.update(shadow.job_of[request] for request in plan.preempted)
-        if plan.runs:
-            _check_plan(plan, scheduler)
-            _check_order(plan, scheduler, order)
-            for row in scheduler.scheduled_order(plan):
-                assert row.epoch == preempted[shadow.job_of[row.request]], "the epoch is not the number of preemptions"
-            hits += sum(item.start for item in plan.prefills if item.request in plan.admitted)
-            shadow.submit(plan, scheduler, turn)
-            flight.append(plan)
-        scheduler.check()
-        abort(in_flight=True)
-        scheduler.check()
-        completed = False
-        while flight and (len(flight) >= config.steps_in_flight or not plan.runs):
-            completed = True
-            oldest = flight.popleft()
-            for finish in scheduler.complete(oldest, shadow.collect()).finished:
-                finished[shadow.job_of[finish.request]] = finish.reason
-            if not flight:
-                shadow.confirm()
-            scheduler.check()
-            if plan.runs:
-                break
-        turn += 1
-        assert turn < bound, "no end in sight: " + "; ".join(map(repr, scheduler._requests.values()))
-        stuck = not (plan.runs or plan.preempted or completed or arrivals) and scheduler.has_unfinished
-        aborts_later = any(j.abort_at is not None and j.abort_at >= turn for j in jobs)
-        assert not stuck or aborts_later, "requests wait, nothing runs, and nothing will come"
-    pool = scheduler.manager.pool
-    assert pool.num_free == pool.num_blocks, "blocks are lost"
-    assert set(finished) == set(range(len(jobs))), "requests are lost"
-    outputs = {}
-    for i, id in id_of.items():
-        outputs[i] = shadow.tokens[id][shadow.prompt_len[id] :]
-        if finished[i] != "abort":
-            assert outputs[i][: jobs[i].out] == [output_token(i, k) for k in range(jobs[i].out)]
-    return Played(outputs, finished, preempted.total(), hits, turn, preempted)
-
-
-def _check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
-    config = scheduler.config
-    assert plan.num_tokens <= config.max_num_batched_tokens
-    assert plan.num_rows <= config.max_num_seqs
-    assert not (plan.preempted and plan.admitted), "a step that preempted admits somebody"
-    rows: list[PlanItem] = scheduler.scheduled_order(plan)
-    assert not set(plan.preempted) & {row.request for row in rows}, "preempted and scheduled in one step"
-    assert plan.num_rows == len(rows)
-    assert plan.decodes.context_tokens == sum(row.start for row in plan.decodes.rows())
-    for row in rows:
-        assert row.start + row.num_tokens <= config.max_model_len
-
-
-def _check_order(plan: StepPlan, scheduler: Scheduler, order: dict[int, tuple[int, ...]]) -> None:
-    """Rows, admissions and victims follow the policy's order, which preemption does not change."""
-    placed = [order[row.request] for row in scheduler.scheduled_order(plan)]
-    running = placed[: len(placed) - len(plan.admitted)]
-    admitted = [order[request] for request in plan.admitted]
-    waiting = [order[request.id] for request in scheduler._waiting.ordered()]
-    assert running == sorted(running), "running requests are not placed in order"
-    assert admitted == sorted(admitted) == placed[len(running) :], "requests are not admitted in order"
-    assert waiting == sorted(waiting), "waiting requests are not queued in order"
-    assert not admitted or not waiting or admitted[-1] < waiting[0], "a waiting request was overtaken"
-    victims = [order[request] for request in plan.preempted]
-    assert victims == sorted(victims, reverse=True), "the last in order is not preempted first"
-    assert not victims or not running or running[-1] < victims[-1], "a request behind the victim was spared"
 
 
 class ListInbox:

@@ -7,13 +7,14 @@ letters, so that prefixes collide; follow-up prompts built from earlier outputs;
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from core_kit import Case, Job, PulseAdmission, full_prompt
 from hypothesis import strategies as st
 
-from engine.core import SchedulerConfig
+from engine.core import LinearCost, SchedulerConfig
 
-__all__ = ["cases", "fast_cases", "same_jobs_twice"]
+__all__ = ["cases", "fast_cases", "host_options", "same_jobs_twice"]
 
 
 @st.composite
@@ -26,13 +27,15 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
     lookahead = draw(st.sampled_from([0, 0, 0, 1, 3]))
     if capacity <= lookahead + 2:
         lookahead = 0
+    caching = draw(st.sampled_from([True, True, True, False]))
     config = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=size,
         max_model_len=draw(st.sampled_from([capacity, capacity, max(2, capacity // 2), 1000])),
         max_num_seqs=seqs,
         max_num_batched_tokens=max(seqs, draw(st.integers(1, 12))),
-        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        enable_prefix_caching=caching,
+        **draw(host_options(caching)),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.4])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 2, 3])),
         num_lookahead_tokens=lookahead,
@@ -64,7 +67,10 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
             salt=draw(st.sampled_from([b"", b"", b"t"])),
             private=draw(st.sampled_from([False, False, False, True])),
             priority=draw(st.integers(0, 2)),
+            n=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
+            beam=draw(st.booleans()),
         )
+        job = replace(job, n=min(job.n, seqs))
         if follows is not None and jobs[follows].private:
             job = Job(at, job.prompt, job.out, cap)
         length = len(full_prompt((*jobs, job), len(jobs)))
@@ -72,23 +78,46 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
             continue
         if length + cap > limit:
             cap = limit - length
-            job = Job(
-                at, job.prompt, min(job.out, cap), cap, job.follows, job.abort_at, job.abort_in_flight, job.salt,
-                job.private, job.priority,
-            )  # fmt: skip
-        jobs.append(job)
+            job = replace(job, out=min(job.out, cap), cap=cap)
+        if _blocks(config, (*jobs, job), len(jobs)) > num_blocks:
+            job = replace(job, beam=False)
+        jobs.append(replace(job, beam=job.beam and job.n > 1))
     if not jobs:
         jobs.append(Job(0, (0,), 1, 1))
     if draw(st.booleans()):
         config = _tight(config, jobs, draw(st.sampled_from([0, 0, 1, 2])))
-    return Case(config, tuple(jobs))
+    return Case(config, tuple(jobs), luck=draw(st.integers(0, 30)))
+
+
+@st.composite
+def host_options(draw: st.DrawFn, caching: bool, reject: bool = True) -> dict[str, Any]:
+    """What becomes of the preempted, and whether there is a host tier."""
+    num = draw(st.sampled_from([0, 0, 1, 2, 4, 9, 40]))
+    modes = ["recompute", "recompute", "swap-groups"]
+    if reject:
+        modes.append("reject")
+    if num:
+        modes += ["swap"] * 3 + ["auto"]
+    mode = draw(st.sampled_from(modes))
+    return {
+        "num_host_blocks": num,
+        "preemption_mode": mode,
+        "cost_model": LinearCost(token_ns=4, swap_latency_ns=5, block_ns=2) if mode == "auto" else None,
+        "host_tier": bool(num and caching and draw(st.booleans())),
+        "transfer_lease_ns": draw(st.sampled_from([2, 5, 9, 30])),
+    }
+
+
+def _blocks(config: SchedulerConfig, jobs: tuple[Job, ...], i: int) -> int:
+    """Blocks that job `i` may need at once, alone."""
+    job = jobs[i]
+    tokens = len(full_prompt(jobs, i)) + job.cap - 1 + config.num_lookahead_tokens
+    return -(-min(tokens, config.max_model_len) // config.block_size) * (job.n if job.beam else 1)
 
 
 def _tight(config: SchedulerConfig, jobs: list[Job], spare: int) -> SchedulerConfig:
     """The pool is only just large enough for each job alone, and a few blocks more."""
-    longest = max(len(full_prompt(tuple(jobs), i)) + job.cap - 1 for i, job in enumerate(jobs))
-    tokens = min(longest + config.num_lookahead_tokens, config.max_model_len)
-    return replace(config, num_blocks=-(-tokens // config.block_size) + spare)
+    return replace(config, num_blocks=max(_blocks(config, tuple(jobs), i) for i in range(len(jobs))) + spare)
 
 
 @st.composite
@@ -96,23 +125,24 @@ def same_jobs_twice(draw: st.DrawFn) -> tuple[Case, Case]:
     """The same jobs under two configurations, both of which hold each job alone; often only just."""
     case = draw(cases(aborts=False))
     config = case.config
-    longest = max(len(full_prompt(case.jobs, i)) + job.cap - 1 for i, job in enumerate(case.jobs))
-    size = draw(st.sampled_from([1, 2, 3, 4, 7]))
-    seqs = draw(st.integers(1, 6))
-    lookahead = draw(st.sampled_from([0, 0, 0, 2]))
-    tokens = min(longest + lookahead, config.max_model_len)
+    if config.preemption_mode == "reject":
+        config = replace(config, preemption_mode="recompute")
+    case = replace(case, config=config)
+    seqs = draw(st.integers(max(job.n for job in case.jobs), 6))
+    caching = draw(st.booleans())
     other = replace(
         config,
-        block_size=size,
-        num_blocks=-(-tokens // size) + draw(st.sampled_from([0, 0, 1, 2, 5, 50])),
+        block_size=draw(st.sampled_from([1, 2, 3, 4, 7])),
         max_num_seqs=seqs,
         max_num_batched_tokens=draw(st.integers(seqs, 12)),
-        enable_prefix_caching=draw(st.booleans()),
-        num_lookahead_tokens=lookahead,
+        enable_prefix_caching=caching,
+        num_lookahead_tokens=draw(st.sampled_from([0, 0, 0, 2])),
+        **draw(host_options(caching, reject=False)),
         same_step=draw(st.sampled_from(["share", "off", "defer"])),
         free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
         steps_in_flight=draw(st.sampled_from([1, 2])),
     )
+    other = _tight(other, list(case.jobs), draw(st.sampled_from([0, 0, 1, 2, 5, 50])))
     return case, replace(case, config=other)
 
 

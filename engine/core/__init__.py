@@ -16,6 +16,7 @@ from engine.compiled import prefer_compiled
 
 prefer_compiled(__name__, __path__)
 
+from engine.core.cost import CostModel, LinearCost
 from engine.core.errors import ConfigError, CoreError, InvalidRequest, InvariantError, NoFreeBlocks, PolicyError
 from engine.core.identity import SpanIdentity, TokenIdentity
 from engine.core.policies import Admission, Order, Policy, RequestView, Victim, load_policy
@@ -23,6 +24,7 @@ from engine.core.presets import PRESETS, SchedulerConfig, preset
 from engine.core.scheduler import Scheduler
 from engine.core.types import (
     NO_LIMIT,
+    BlockCopy,
     BlockIdentity,
     Executor,
     FastExecutor,
@@ -32,6 +34,8 @@ from engine.core.types import (
     StepEvents,
     StepOutcome,
     StepPlan,
+    Transfer,
+    TransferEnd,
     Usage,
 )
 
@@ -39,14 +43,17 @@ __all__ = [
     "NO_LIMIT",
     "PRESETS",
     "Admission",
+    "BlockCopy",
     "BlockIdentity",
     "ConfigError",
     "CoreError",
+    "CostModel",
     "Executor",
     "FastExecutor",
     "Finish",
     "InvalidRequest",
     "InvariantError",
+    "LinearCost",
     "NoFreeBlocks",
     "Order",
     "PlanItem",
@@ -61,6 +68,8 @@ __all__ = [
     "StepOutcome",
     "StepPlan",
     "TokenIdentity",
+    "Transfer",
+    "TransferEnd",
     "Usage",
     "Victim",
     "load_policy",

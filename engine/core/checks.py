@@ -23,13 +23,17 @@ def _sched(scheduler: Scheduler, request: Request) -> int:
 def digest(scheduler: Scheduler) -> str:
     """A fingerprint of everything that decides what happens next: equal states, equal futures."""
     running = [
-        (r.id, r.epoch, scheduler._known(r), _sched(scheduler, r), r.draining, scheduler._written(r))
+        (r.id, r.epoch, scheduler._known(r), _sched(scheduler, r), r.waits, scheduler._written(r))
         for r in scheduler._running
     ]
-    waiting = [(r.id, r.epoch, r.known, r.pending) for r in scheduler._waiting.ordered()]
+    waiting = [(r.id, r.epoch, r.known, r.pending, r.sched, r.host) for r in scheduler._waiting.ordered()]
     chunks = [r.id for r in scheduler._chunks]
     blocks = scheduler.manager.digest(scheduler._running)
-    state = (scheduler._seq, scheduler._done, running, waiting, chunks, blocks)
+    state = [scheduler._seq, scheduler._done, running, waiting, chunks, blocks]
+    if scheduler.host is not None:
+        state.append(scheduler.host.digest())
+    if scheduler.transfers is not None:
+        state.append(sorted(scheduler.transfers.open))
     return blake2b(repr(state).encode(), digest_size=16).hexdigest()
 
 
@@ -40,7 +44,15 @@ def check(scheduler: Scheduler) -> None:
         InvariantError: with the state that breaks it.
     """
     requests = list(scheduler._requests.values())
-    scheduler.manager.check(requests)
+    transfers = scheduler.transfers
+    scheduler.manager.check(requests, transfers.device_refs if transfers is not None else None)
+    if scheduler.host is not None:
+        owners = [r.host for r in requests]
+        if transfers is not None:
+            for entry in transfers.open.values():
+                copies = entry.transfer.copies
+                owners.append([copy.src if entry.transfer.load else copy.dst for copy in copies])
+        scheduler.host.check(owners)
     _check_lists(scheduler, requests)
     config = scheduler.config
     size = config.block_size
@@ -51,7 +63,7 @@ def check(scheduler: Scheduler) -> None:
     for r in scheduler._running:
         sched, known = _sched(scheduler, r), scheduler._known(r)
         pending = scheduler._seq - max(scheduler._done, r.floor) if r.in_cohort else r.pending
-        _demand(0 < sched <= len(r.table) * size, f"request {r.id} has no slot for each of its tokens", requests)
+        _demand(0 <= sched <= len(r.table) * size, f"request {r.id} has no slot for each of its tokens", requests)
         _demand(sched <= known + pending, f"request {r.id} has more tokens planned than it has", requests)
         _demand(0 <= pending <= len(scheduler._flight), f"request {r.id} waits for {pending} tokens", requests)
         _demand(scheduler._written(r) <= sched, f"request {r.id} has more written than planned", requests)
@@ -66,7 +78,7 @@ def _check_lists(scheduler: Scheduler, requests: list[Request]) -> None:
     waiting = sorted((r for r in requests if r.state == WAITING), key=by_key)
     cohort = scheduler._cohort
     members = [r for r in running if r.in_cohort]
-    chunks = [r for r in running if not r.in_cohort and not r.draining]
+    chunks = [r for r in running if not r.in_cohort and not r.waits]
     context = sum(_sched(scheduler, r) for r in members)
     tokens = sum(_sched(scheduler, r) for r in running)
     _demand(running == scheduler._running, "the running requests are not all listed in order", requests)
@@ -77,7 +89,18 @@ def _check_lists(scheduler: Scheduler, requests: list[Request]) -> None:
     _demand(context == cohort.context_tokens, "the cohort's tokens are miscounted", requests)
     _demand(chunks == scheduler._chunks, "prefills are not all listed in order", requests)
     _demand(tokens == scheduler._sched_tokens, "planned tokens are miscounted", requests)
-    _demand(len(running) <= scheduler.config.max_num_seqs, "more requests run than max_num_seqs", requests)
+    seats = sum(r.spec.n if r.unforked else 1 for r in running)
+    kept = seats - len(running)
+    _demand(kept == scheduler._seats_kept, "seats for sequences to come are miscounted", requests)
+    _demand(seats <= scheduler.config.max_num_seqs, "more sequences run than max_num_seqs", requests)
+    for r in waiting:
+        swapped = -(-r.sched // scheduler.config.block_size)
+        _demand(len(r.host) == swapped, f"request {r.id} has {r.sched} tokens on {len(r.host)} host blocks", requests)
+    groups = {r.root_id: r.group for r in requests if r.group is not None}
+    _demand(groups == scheduler._groups, "requests with several sequences are not all listed", requests)
+    for group in groups.values():
+        states = {r.state for r in group.members}
+        _demand(not group.beam or len(states) == 1, "a beam runs in part", requests)
 
 
 def _demand(holds: bool, promise: str, requests: list[Request]) -> None:

@@ -39,7 +39,7 @@ class DecodeCohort:
         self._cross: list[dict[int, Request]] = [{} for _ in range(block_size)]
         self._fill: list[dict[int, Request]] = [{} for _ in range(block_size)]
         self.num_sharing = 0
-        """Members whose generated tokens another request may have: only these publish blocks while they run."""
+        """Members that publish blocks of generated tokens while they run."""
         self._caps: dict[int, dict[int, Request]] = {}
         self._cap_heap: list[int] = []
 
@@ -53,7 +53,7 @@ class DecodeCohort:
         self.context_tokens += request.sched
         size = self._block_size
         self._cross[(1 - base - self._lookahead) % size][request.id] = request
-        if self._publishes(request):
+        if request.publishes_output:
             self._fill[-base % size][request.id] = request
             self.num_sharing += 1
         cap_seq = request.cap + request.num_prompt - 1 - base
@@ -76,7 +76,7 @@ class DecodeCohort:
         self.context_tokens -= request.sched
         size = self._block_size
         del self._cross[(1 - base - self._lookahead) % size][request.id]
-        if self._publishes(request):
+        if request.publishes_output:
             del self._fill[-base % size][request.id]
             self.num_sharing -= 1
         cap_seq = request.cap + request.num_prompt - 1 - base
@@ -132,11 +132,6 @@ class DecodeCohort:
     def members(self) -> list[Request]:
         """All members (for checks; unordered)."""
         return [request for bucket in self._cross for request in bucket.values()]
-
-    @staticmethod
-    def _publishes(request: Request) -> bool:
-        identity = request.identity
-        return identity is not None and identity.shares_output
 
     @staticmethod
     def _sorted(bucket: dict[int, Request]) -> list[Request]:

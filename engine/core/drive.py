@@ -100,6 +100,10 @@ def drive(
             recorder.planned(plan)
             if log is not None:
                 log.planned(plan)
+            for finish in plan.rejected:
+                recorder.ended(finish, now)
+                if on_abort is not None:
+                    on_abort(finish)
             if not plan.runs:
                 break
             executor.submit(plan, scheduler, now)
@@ -155,8 +159,7 @@ def _take_in(
     now: int,
 ) -> None:
     if isinstance(command, Abort):
-        finish = scheduler.abort(command.request)
-        if finish is not None:
+        for finish in scheduler.abort(command.request):
             recorder.ended(finish, now)
             if log is not None:
                 log.aborted(finish.request)

@@ -57,6 +57,12 @@ class TokenIdentity:
     def append(self, token: int) -> None:
         self.tokens.append(token)
 
+    def fork(self) -> TokenIdentity:
+        child = TokenIdentity(self.tokens, self._block_size)
+        child._root = self._root
+        child._keys = list(self._keys)
+        return child
+
 
 class SpanIdentity:
     """The identity of a trace's request, which has no tokens: a list of (span id, number of tokens).
@@ -111,3 +117,11 @@ class SpanIdentity:
 
     def append(self, token: int) -> None:
         """Tokens carry no content here."""
+
+    def fork(self) -> SpanIdentity:
+        """The same prompt. Its own output has no name: nobody else has it."""
+        ends = [*self._starts[1:], self._prompt_tokens]
+        spans = [(id, end - start) for id, start, end in zip(self._ids, self._starts, ends, strict=False)]
+        if self._output_id is not None:
+            spans.pop()
+        return SpanIdentity(spans, self._block_size, None, self._salt, min(self._shared, self._prompt_tokens))

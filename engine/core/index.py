@@ -122,6 +122,17 @@ class HashIndex(PrefixIndex):
     def key_of(self, block: BlockId) -> BlockHash | None:
         return self._key_of.get(block)
 
+    def ancestors(self, block: BlockId) -> list[BlockId]:
+        """The blocks that a hit on `block` goes through before it, from the first on. Pure; O(depth)."""
+        chain: list[BlockId] = []
+        parent = self._parent_of[block]
+        while parent is not None:
+            block = self._first[parent]
+            chain.append(block)
+            parent = self._parent_of[block]
+        chain.reverse()
+        return chain
+
     def entries(self) -> list[tuple[BlockHash, list[BlockId]]]:
         return [(key, [block, *self._more.get(key, ())]) for key, block in self._first.items()]
 

@@ -1,8 +1,8 @@
 """Gives blocks to requests and takes them back.
 
-Who owns what: a request owns one reference to each block of its table, from `allocate` or `append_slots` until `free`,
-which is the only way out. A block that nobody refers to belongs to the pool; while its content is kept, the index
-still lists it and a hit brings it back.
+Who owns what: a request owns one reference to each block of its table, from `allocate`, `append_slots` or `fork` until
+`free`, which is the only way out. A block that nobody refers to belongs to the pool; while its content is kept, the
+index still lists it and a hit brings it back.
 
     tokens   |-- hits --|-- computed by this request --|-- lookahead --|
     blocks   [  shared ][ own, full ][ own, partial    ][ reserved     ]
@@ -11,7 +11,7 @@ still lists it and a hit brings it back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from engine.core.errors import InvariantError, NoFreeBlocks
@@ -19,7 +19,7 @@ from engine.core.index import HashIndex, PrefixIndex
 from engine.core.pool import BlockPool
 from engine.core.radix import RadixIndex
 from engine.core.request import RUNNING, Request
-from engine.core.types import BlockId
+from engine.core.types import BlockCopy, BlockHash, BlockId
 
 __all__ = ["BlockManager"]
 
@@ -47,6 +47,14 @@ class BlockManager:
         """Where set to a list, every block that is taken is noted in it."""
         self.evicted: list[BlockId] | None = None
         """Where set to a list, every block that is taken with content that could still be hit is noted in it."""
+        self.cow: dict[int, Request] = {}
+        """Requests that may share the block that they write to next, since they forked: it is copied first."""
+        self.new_keys: list[tuple[BlockHash, BlockId]] | None = None
+        """Where set to a list, whatever is published is noted in it."""
+        self._copies: list[BlockCopy] = []
+        self._copy_sources: set[BlockId] = set()
+        self._leases: list[BlockId] = []
+        """Sources of this step's copies that nobody else refers to any more: kept from being a destination, too."""
 
     def lookup(self, request: Request) -> list[BlockId]:
         """The cached blocks that `request` could start with. Pure.
@@ -58,16 +66,21 @@ class BlockManager:
         stop = (request.known - 1) // self.block_size
         if request.epoch == 0 and request.shared_blocks < stop:
             stop = request.shared_blocks  # what is private to it can be cached only once it has run
+        if request.key_blocks < stop:
+            stop = request.key_blocks
         return self.index.match(request.block_key, stop) if stop > 0 else []
 
     def need(self, request: Request, hits: Sequence[BlockId], num_tokens: int) -> int:
         """How many free blocks it takes until `request`, starting with `hits`, has slots for `num_tokens`.
 
-        The only place that counts blocks. A hit that nobody refers to is itself one of the free blocks.
+        The only place that counts blocks. A hit that nobody refers to is itself one of the free blocks, and a shared
+        block that is to be written takes a copy.
         """
         blocks = -(-num_tokens // self.block_size) - len(request.table) - len(hits)
         if blocks < 0:
             blocks = 0
+        if request.id in self.cow and self._shared_last(request) >= 0:
+            blocks += 1
         if hits and self.pool.num_kept_free:
             refs = self.pool.refs
             for block in hits:
@@ -106,11 +119,73 @@ class BlockManager:
         self.num_table_blocks += len(request.table)
 
     def append_slots(self, request: Request, num_tokens: int) -> None:
-        """Extend the table of `request` so that it has slots for `num_tokens` in all. All or nothing."""
-        num = -(-num_tokens // self.block_size) - len(request.table)
-        if num > 0:
-            request.table.extend(self._take(num))
+        """Extend the table of `request` so that it has slots for `num_tokens` in all. All or nothing.
+
+        The block that it writes to next is copied first if another request has it too; the last one to ask keeps it.
+        """
+        num = max(0, -(-num_tokens // self.block_size) - len(request.table))
+        shared = -1
+        if request.id in self.cow:
+            shared = self._shared_last(request)
+        if num > 0 or shared >= 0:
+            blocks = self._take(num + (shared >= 0))
+            if shared >= 0:
+                source = request.table[shared]
+                request.table[shared] = blocks.pop(0)
+                self._copies.append(BlockCopy(source, request.table[shared]))
+                self._copy_sources.add(source)
+                self.pool.drop([source])
+            request.table.extend(blocks)
             self.num_table_blocks += num
+        self.cow.pop(request.id, None)
+
+    def _shared_last(self, request: Request) -> int:
+        """The place in the table of the block that `request` writes to next, if others have it too; or -1."""
+        place = request.sched // self.block_size
+        if place < len(request.table) and self.pool.refs(request.table[place]) > 1:
+            return place
+        return -1
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """`child` gets a reference to every block that holds a token of `parent`."""
+        child.table = parent.table[: -(-parent.sched // self.block_size)]
+        child.published = parent.published
+        self.pool.share(child.table)
+        self.num_table_blocks += len(child.table)
+        self.cow[parent.id] = parent
+        self.cow[child.id] = child
+
+    def reorder(self, members: Sequence[Request], sources: Sequence[Request]) -> None:
+        """Each of `members` goes on from the blocks of the one at its place in `sources`; all have as many tokens."""
+        tables = [source.table[: -(-source.sched // self.block_size)] for source in sources]
+        published = [source.published for source in sources]
+        for table in tables:
+            self.pool.share(table)
+        for i, member in enumerate(members):
+            member.table.reverse()
+            self.pool.drop(member.table)
+            self.num_table_blocks += len(tables[i]) - len(member.table)
+            member.table = tables[i]
+            member.published = published[i]
+            self.cow[member.id] = member
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """Give back the blocks of `request` behind its first `num_tokens` tokens."""
+        keep = -(-num_tokens // self.block_size)
+        rest = request.table[keep:]
+        del request.table[keep:]
+        rest.reverse()
+        self.pool.drop(rest)
+        self.num_table_blocks -= len(rest)
+
+    def end_step(self) -> list[BlockCopy]:
+        """The copies that the step being planned has to make; none of their sources was given to somebody since."""
+        copies, self._copies = self._copies, []
+        self._copy_sources.clear()
+        if self._leases:
+            self.pool.drop(self._leases)
+            self._leases = []
+        return copies
 
     def append_block_each(self, requests: Sequence[Request], marks: Sequence[int] = ()) -> list[int]:
         """One more block for each request, in this order; one that is named twice gets two.
@@ -158,7 +233,7 @@ class BlockManager:
         table = request.table
         dead: list[BlockId] = []
         if self.prefix_caching:
-            stop = num_written // self.block_size
+            stop = min(num_written // self.block_size, request.key_blocks)
             if ended:
                 if request.published < request.shared_blocks:
                     self._insert(request, min(stop, request.shared_blocks))
@@ -167,6 +242,11 @@ class BlockManager:
             else:
                 self._insert(request, stop)
         table.reverse()
+        if self._copy_sources:
+            last = [block for block in table if block in self._copy_sources and self.pool.refs(block) == 1]
+            self.pool.share(last)
+            self._leases += last
+        self.cow.pop(request.id, None)
         self.pool.drop(table, keep=dead)
         self.num_table_blocks -= len(table)
         request.table = []
@@ -180,7 +260,10 @@ class BlockManager:
         parent = table[start - 1] if start else None
         insert = self.index.insert
         for i in range(start, stop):
-            insert(request.block_key(i), parent, table[i])
+            key = request.block_key(i)
+            insert(key, parent, table[i])
+            if self.new_keys is not None:
+                self.new_keys.append((key, table[i]))
             parent = table[i]
         self.pool.keep(table[start:stop])
         request.published = stop
@@ -211,8 +294,9 @@ class BlockManager:
         )
         return blake2b(repr(state).encode(), digest_size=16).hexdigest()
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Every promise about blocks, by walking all of them. `requests`: all that are not finished.
+    def check(self, requests: Sequence[Request], transfers: Mapping[BlockId, int] | None = None) -> None:
+        """Every promise about blocks, by walking all of them. `requests`: all that are not finished; `transfers`: the
+        references that transfers hold.
 
         Raises:
             InvariantError: with the state that breaks it.
@@ -228,6 +312,8 @@ class BlockManager:
                 owners[block] += 1
             if len(set(request.table)) != len(request.table):
                 raise InvariantError("a block is listed twice in one table", repr(request))
+        for block, held in (transfers or {}).items():
+            owners[block] += held
         for i in range(pool.num_blocks):
             block = BlockId(i)
             if pool.refs(block) != owners[i]:
@@ -240,8 +326,9 @@ class BlockManager:
         kept = sum(1 for i in range(pool.num_blocks) if pool.is_kept(BlockId(i)))
         if kept != len(self.index) + self.num_dead:
             raise InvariantError(f"{kept} blocks are kept, but {len(self.index)} listed and {self.num_dead} dead")
-        if self.num_table_blocks != sum(owners):
-            raise InvariantError(f"{self.num_table_blocks} table entries counted, {sum(owners)} found")
+        entries = sum(len(request.table) for request in requests)
+        if self.num_table_blocks != entries:
+            raise InvariantError(f"{self.num_table_blocks} table entries counted, {entries} found")
         for request in requests:
             for i in range(min(request.published, len(request.table))):
                 if self.index.key_of(request.table[i]) != request.block_key(i):

@@ -62,8 +62,8 @@ STEP_COLUMNS = (
 )
 """Columns of integers; `end_ns`, `finished` and the lists of runs are added on the way out."""
 
-_OUTCOMES = {"": 0, "length": 1, "stop": 2, "abort": 3, "rejected": 4}
-_OUTCOME_NAMES = np.array(["unfinished", "length", "stop", "aborted", "rejected"])
+_OUTCOMES = {"": 0, "length": 1, "stop": 2, "abort": 3, "rejected": 4, "no-memory": 5}
+_OUTCOME_NAMES = np.array(["unfinished", "length", "stop", "aborted", "rejected", "no-memory"])
 
 
 class Recorder:
@@ -121,6 +121,16 @@ class Recorder:
             column.append(value)
         self._outcome.append(outcome)
 
+    def forked(self, parent: int, child: int) -> None:
+        """A sequence begins with the tokens of another one: a row of its own, of the same request of the sender's."""
+        place = self._place[parent]
+        self._place[child] = len(self._outcome)
+        for column in self._columns.values():
+            column.append(column[place])
+        for name, value in (("request", child), ("first_token_ns", -1), ("output_tokens", 0), ("num_preemptions", 0)):
+            self._columns[name][-1] = value
+        self._outcome.append(0)
+
     def ended(self, finish: Finish, now: int) -> None:
         place = self._place.pop(finish.request)
         self._columns["finish_ns"][place] = now
@@ -142,7 +152,7 @@ class Recorder:
             num = item.num_tokens
             tokens += num
             work += num * (2 * item.start + num + 1)
-        if plan.admitted:
+        if plan.admitted or plan.loading:
             self._note_admitted(plan)
         scheduler = self._scheduler
         decodes = plan.decodes
@@ -164,6 +174,11 @@ class Recorder:
         self._steps.extend(row + scheduler.usage_row())
 
     def _note_admitted(self, plan: StepPlan) -> None:
+        for request, tokens in plan.loading:
+            place = self._place[request]
+            if self._columns["admitted_ns"][place] < 0:
+                self._columns["admitted_ns"][place] = plan.now
+                self._columns["cached_tokens"][place] = tokens
         admitted = set(plan.admitted)
         for item in plan.prefills:
             if item.epoch == 0 and item.request in admitted:
@@ -173,6 +188,8 @@ class Recorder:
 
     def completed(self, plan: StepPlan, end: int, events: StepEvents) -> None:
         self._ends.append(end)
+        for parent, child in events.forked:
+            self.forked(parent, child)
         for id in events.first_tokens:
             self._columns["first_token_ns"][self._place[id]] = end
         for _, before in events.resumed:

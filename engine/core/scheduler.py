@@ -19,17 +19,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from engine.core import checks, fastforward
+from engine.core import checks, fastforward, groups, tiers
 from engine.core.cohort import DecodeCohort, by_key
 from engine.core.errors import CoreError, InvalidRequest, InvariantError, PolicyError
 from engine.core.fastforward import Horizon
 from engine.core.flight import CohortRows, InFlight
+from engine.core.host import HostBlocks, Transfers
 from engine.core.manager import BlockManager
 from engine.core.policies import ORDERS, Admission, LastIn, Order, Policy, RequestView, Victim, WholePrompt
 from engine.core.presets import SchedulerConfig
-from engine.core.request import FINISHED, RUNNING, WAITING, Request
+from engine.core.request import FINISHED, RUNNING, WAITING, Group, Request
 from engine.core.types import (
     NO_LIMIT,
+    BlockCopy,
     BlockHash,
     BlockId,
     Finish,
@@ -38,6 +40,7 @@ from engine.core.types import (
     StepEvents,
     StepOutcome,
     StepPlan,
+    Transfer,
     Usage,
 )
 from engine.core.waiting import WaitingQueue
@@ -90,6 +93,28 @@ class Scheduler:
         """Plans that were in flight when the newest plan was made."""
         self._threshold = config.long_prefill_token_threshold
         """Most prompt tokens of one request in this step; 0: no limit."""
+        self._groups: dict[int, Group] = {}
+        """Requests with several sequences, by the id of the first, until all of those have ended."""
+        self._num_beams = 0
+        self._seats_kept = 0
+        """Sequences that running requests are going to have beside their first."""
+        self._rejected: list[Finish] = []
+        """Requests that the plan being made has given up."""
+        self.host = HostBlocks(config.num_host_blocks, config.host_tier) if config.num_host_blocks else None
+        self.transfers: Transfers | None = None
+        """Of the host tier, where there is one."""
+        self._loading: dict[int, Request] = {}
+        """Running requests that wait for a load."""
+        self._ripe: list[tuple[BlockHash, BlockId]] = []
+        """Content that plans so far have written, and that may be stored on the host."""
+        self._plan_loads: list[tuple[int, int]] = []
+        self._swap_in: list[BlockCopy] = []
+        self._new_transfers: list[Transfer] = []
+        self._revoked: list[int] = []
+        """Parts of the plan being made."""
+        if config.host_tier and self.host is not None:
+            self.transfers = Transfers(self.host, self.manager.pool, config.transfer_lease_ns)
+            self.manager.new_keys = []
         self._share = config.same_step == "share"
         self._defer = config.same_step == "defer"
         self._order: Order = ORDERS[config.scheduling_policy]()
@@ -108,7 +133,7 @@ class Scheduler:
     # ---- requests ----
 
     def add(self, spec: RequestSpec, now: int) -> int:
-        """Put a request into the queue; returns its id.
+        """Put a request into the queue; returns its id. The ids that follow are those of its other sequences.
 
         Raises:
             InvalidRequest: it can never be served. It is refused, and takes no id.
@@ -123,6 +148,8 @@ class Scheduler:
                 f"the prompt has {spec.num_prompt_tokens} tokens, which leaves no room for an output "
                 f"within max_model_len = {config.max_model_len}"
             )
+        if not 1 <= spec.n <= config.max_num_seqs:
+            raise InvalidRequest(f"n is {spec.n}; it must be from 1 to max_num_seqs = {config.max_num_seqs}")
         cap = min(spec.max_tokens, config.max_model_len - spec.num_prompt_tokens)
         tokens = min(spec.num_prompt_tokens + cap - 1 + config.num_lookahead_tokens, config.max_model_len)
         blocks = -(-tokens // config.block_size)
@@ -130,6 +157,11 @@ class Scheduler:
             raise InvalidRequest(
                 f"{spec.num_prompt_tokens} prompt and up to {cap} output tokens need {blocks} blocks of "
                 f"{config.block_size}, and the pool has {config.num_blocks}; it can never fit"
+            )
+        if spec.beam and spec.n * blocks > config.num_blocks:
+            raise InvalidRequest(
+                f"a beam of {spec.n} sequences needs up to {spec.n} x {blocks} blocks of {config.block_size} at once, "
+                f"and the pool has {config.num_blocks}; it can never fit"
             )
         identity = spec.identity
         shared = 0 if identity is None else identity.shared_tokens // config.block_size
@@ -150,15 +182,26 @@ class Scheduler:
         order = self._order
         key = (*self._ask(order, lambda: _whole_numbers(order.key(view))), spec.arrival, id)
         request = Request(id, spec, cap, shared, key)
-        self._next_id += 1
+        if config.host_tier:
+            # What is copied to the host must not depend on who can be known to share it.
+            request.shared_blocks = NO_LIMIT
+            request.publishes_output = True
+        if spec.n > 1:
+            groups.begin(self, request)
+        self._next_id += spec.n
         self._requests[id] = request
         self._waiting.push(request)
         return id
 
-    def abort(self, id: int) -> Finish | None:
-        """Forget a request, wherever it is; tokens being sampled for it are dropped. None: it was not there."""
+    def abort(self, id: int) -> list[Finish]:
+        """Forget a request with all its sequences, or one sequence of several, wherever it is; tokens being sampled
+        for it are dropped. A beam goes as a whole. Empty: it was not there.
+        """
         request = self._requests.get(id)
-        return None if request is None else self._end(request, "abort")
+        group = self._groups.get(id) if request is None else request.group
+        if group is not None and (group.beam or id in self._groups):
+            return [self._end(member, "abort") for member in list(group.members)]
+        return [] if request is None else [self._end(request, "abort")]
 
     @property
     def num_waiting(self) -> int:
@@ -240,9 +283,14 @@ class Scheduler:
         pool = self.manager.pool
         size = self.config.block_size
         unused = self.manager.num_table_blocks * size - self._sched_tokens
-        held = (pool.num_blocks - pool.num_free) * size - unused
+        if self.manager.cow:
+            unused -= groups.unused_twice(self)
+        transfer = 0
+        if self.transfers is not None and self.transfers.open:
+            transfer = self.transfers.blocks_held_alone() * size
+        held = (pool.num_blocks - pool.num_free) * size - unused - transfer
         may = cannot = 0
-        if self.config.num_lookahead_tokens:
+        if self.config.num_lookahead_tokens or self._num_beams:
             for request in self._running:
                 sched = request.base + self._seq if request.in_cohort else request.sched
                 first = -(-sched // size) * size
@@ -250,7 +298,7 @@ class Scheduler:
                 limit = min(max(request.num_prompt + request.cap, first), slots)
                 may += limit - first
                 cannot += slots - limit
-        external = transfer = 0
+        external = 0
         cached = pool.num_kept_free * size
         free = pool.num_free * size - cached
         tail = unused - may - cannot
@@ -267,6 +315,8 @@ class Scheduler:
         if not self.config.long_prefill_threshold_alone:
             others = len(self._running) + len(self._waiting) > 1
             self._threshold = self.config.long_prefill_token_threshold if others else 0
+        if self.host is not None:
+            tiers.begin_step(self, now)
         if self._chunks:
             self._dissolve_behind_chunks(budget)
         self._place_running(seq, budget, items, preempted)
@@ -276,11 +326,19 @@ class Scheduler:
             budget -= item.num_tokens
         admitted: list[int] = []
         blocked = False
-        if self._waiting and not preempted:
+        if self._waiting and not preempted and not self._rejected:
             blocked = self._admit(now, budget, items, admitted)
-        if not num_decodes and not items:
-            return StepPlan(0, now, (), CohortRows(self, 0, 0, 0), (), tuple(r.id for r in preempted), (), False)
+        if not num_decodes and not items and not (self.transfers is not None and tiers.must_run(self)):
+            plan = StepPlan(0, now, (), CohortRows(self, 0, 0, 0), (), tuple(r.id for r in preempted), (), False)
+            plan.rejected = self._take_rejected()
+            return plan
         return self._commit_plan(seq, now, num_decodes, items, admitted, preempted, blocked)
+
+    def _take_rejected(self) -> tuple[Finish, ...]:
+        rejected = tuple(self._rejected)
+        if rejected:
+            self._rejected = []
+        return rejected
 
     def _place_running(self, seq: int, budget: int, items: list[PlanItem], preempted: list[Request]) -> None:
         """Running requests get their tokens and blocks, in order; the last ones lose theirs if blocks run out."""
@@ -312,6 +370,10 @@ class Scheduler:
                 if self._make_room(request, request.base + seq, preempted) and request.id in filled:
                     self.manager.publish(request, filled[request.id])
                 continue
+            if request.group is not None and request.group.beam and request.group.forked:
+                if request.group.turn != seq:
+                    spent += groups.place_beam(self, request.group, budget - cohort.num - spent, items, preempted)
+                continue
             num = min(request.known + request.pending - request.sched, budget - cohort.num - spent)
             if 0 < threshold < num:
                 num = threshold
@@ -328,13 +390,15 @@ class Scheduler:
         if self.config.num_lookahead_tokens:
             num_tokens = min(num_tokens + self.config.num_lookahead_tokens, self.config.max_model_len)
         while not manager.fits(request, (), num_tokens):
-            victim = self._choose_victim(request)
-            self._preempt(victim)
-            preempted.append(victim)
-            if victim is request:
+            self._preempt(self._choose_victim(request), preempted)
+            if request.state != RUNNING:
                 return False
         manager.append_slots(request, num_tokens)
         return True
+
+    def _choose_victim_behind(self, request: Request) -> Request:
+        """One of the running requests behind `request`; there must be one."""
+        return self._choose_victim(self._running[bisect_left(self._running, request.key, key=by_key) + 1])
 
     def _choose_victim(self, request: Request) -> Request:
         """One of the running requests from `request` on: those before it have their place in this step."""
@@ -367,35 +431,70 @@ class Scheduler:
         config = self.config
         manager = self.manager
         while self._waiting and budget > 0:
-            if len(self._running) >= config.max_num_seqs:
-                return True
             request = self._waiting.peek()
+            if len(self._running) + self._seats_kept + self._seats(request) > config.max_num_seqs:
+                return True
+            if request.group is not None and request.group.beam and request.group.forked:
+                spent = groups.admit_beam(self, request.group, budget, items, admitted)
+                if not spent:
+                    return True
+                budget -= spent
+                continue
             hits = manager.lookup(request)
-            start = len(hits) * config.block_size
-            if self._defer and self._is_being_written(request, len(hits)):
+            if self._defer and not request.host and self._is_being_written(request, len(hits)):
                 return False
-            num = min(request.known - start, budget)
+            start = len(hits) * config.block_size
+            remaining = request.known - start
+            sources: list[BlockId] = []
+            if request.host:
+                hits = tiers.hits_of_swapped(self, request, hits)
+                start = request.sched
+                remaining = request.known + request.pending - start
+                if not remaining:
+                    return True  # the token that ends it is in flight
+            elif self.transfers is not None:
+                sources = tiers.host_hits(self, request, len(hits))
+                start += len(sources) * config.block_size
+                remaining = 0 if sources else remaining
+            num = min(remaining, budget)
             if 0 < self._threshold < num:
                 num = self._threshold
-            tokens = min(start + num + config.num_lookahead_tokens, config.max_model_len)
+            tokens = min(start + num + config.num_lookahead_tokens, config.max_model_len) if num else start
             whole = max(tokens, request.known) if config.scheduler_reserve_full_isl else tokens
             spare = config.watermark_blocks if self._running else 0
+            if self._loading:
+                spare += tiers.promised(self)
             if not manager.fits(request, hits, whole, spare):
                 return True
             if self._running and not self._plain_admission and not self._admits(request, hits, whole, now):
                 return True
             manager.allocate(request, hits, tokens)
-            self._waiting.pop()
-            request.state = RUNNING
-            request.sched = request.written = start
-            self._sched_tokens += start
-            self._insert_running(request)
+            if request.host:
+                tiers.swap_in(self, request, len(hits))
+            self._start_running(request, start, len(hits) * config.block_size)
+            if sources:
+                tiers.start_load(self, request, len(hits), sources, now)
+                continue
             admitted.append(request.id)
             self._plan_item(request, num, self._seq + 1, items)
             if request.sched < request.known:
                 self._insert_chunk(request)
             budget -= num
         return budget <= 0
+
+    def _start_running(self, request: Request, start: int, written: int) -> None:
+        """A waiting request has its blocks, `start` tokens in them, of which the first `written` are published."""
+        self._waiting.remove(request)
+        self._seats_kept += self._seats(request) - 1
+        request.state = RUNNING
+        request.sched = start
+        request.written = written
+        self._sched_tokens += start
+        self._insert_running(request)
+
+    def _seats(self, request: Request) -> int:
+        """How many running sequences `request` counts for."""
+        return request.spec.n if request.unforked else 1
 
     def _admits(self, request: Request, hits: Sequence[BlockId], num_tokens: int, now: int) -> bool:
         view = self.view_of(request)
@@ -432,8 +531,17 @@ class Scheduler:
             tuple(admitted),
             tuple(request.id for request in preempted),
             (),
-            not items and not preempted and not self.config.num_lookahead_tokens and self._stays_blocked(blocked),
+            not items
+            and not preempted
+            and not self._rejected
+            and not self.config.num_lookahead_tokens
+            and (self.transfers is None or not tiers.is_busy(self))
+            and self._stays_blocked(blocked),
         )
+        plan.copies = tuple(self.manager.end_step())
+        plan.rejected = self._take_rejected()
+        if self.host is not None:
+            tiers.end_step(self, plan)
         flight = InFlight(plan)
         if self._defer:
             flight.pending_keys = self._new_writes
@@ -452,8 +560,8 @@ class Scheduler:
             if outputs > 1:
                 flight.resumed.append((request.id, request.sample_seq))
             request.sample_seq = seq
-            if outputs >= request.cap:
-                request.draining = True
+            if outputs >= request.cap or request.unforked or request.is_beam:
+                request.waits = True
             else:
                 cohort.join(request, seq)
                 joined.append((request.id, request.epoch, outputs))
@@ -475,7 +583,7 @@ class Scheduler:
         """Members that sample their last token in plan `seq` take no part in later ones."""
         for request in self._cohort.capped(seq):
             self._leave_cohort(request)
-            request.draining = True
+            request.waits = True
             request.row_seq = seq
 
     def _dissolve_behind_chunks(self, budget: int) -> None:
@@ -503,21 +611,43 @@ class Scheduler:
             if flight.plan.seq > request.join_seq:
                 flight.detached.append(request)
 
-    def _preempt(self, request: Request) -> None:
-        """Its blocks go back to the pool; it waits, in its old place, and computes everything again that is not hit."""
+    def _preempt(self, victim: Request, preempted: list[Request]) -> None:
+        """`victim` loses its blocks, and waits in its old place; a beam does as a whole.
+
+        What it had computed goes to the host and comes back, or is computed again where it is not hit, or the request
+        is given up: see `preemption_mode`.
+        """
+        group = victim.group
+        members = group.members if group is not None and group.beam else [victim]
+        for request in reversed(members):
+            if request.state == RUNNING:
+                self._take_blocks_back(request, preempted)
+
+    def _take_blocks_back(self, request: Request, preempted: list[Request]) -> None:
+        if self.config.preemption_mode == "reject" and not request.waits:
+            self._rejected.append(self._end(request, "no-memory"))
+            return
         written = self._written(request)
         if request.in_cohort:
             self._leave_cohort(request)
         elif request in self._chunks:
             self._chunks.remove(request)
         self._sched_tokens -= request.sched
+        if request.id in self._loading:
+            del self._loading[request.id]
+        elif self.host is not None:
+            tiers.swap_out(self, request)
         self.manager.free(request, written, ended=False)
         self._remove_running(request)
+        self._seats_kept -= self._seats(request) - 1
         request.state = WAITING
-        request.draining = False
-        request.sched = request.written = 0
+        request.waits = False
+        request.written = 0
+        if not request.host:
+            request.sched = 0
         request.epoch += 1
         self._waiting.push(request)
+        preempted.append(request)
 
     def _end(self, request: Request, reason: str) -> Finish:
         """The request is finished or aborted: everything it holds goes back, and nothing waits for it any more."""
@@ -531,10 +661,17 @@ class Scheduler:
             self._sched_tokens -= request.sched
             self.manager.free(request, written, ended=True)
             self._remove_running(request)
+            self._seats_kept -= self._seats(request) - 1
+            self._loading.pop(request.id, None)
         elif request.state == WAITING:
             self._waiting.remove(request)
+            if request.host and self.host is not None:
+                self.host.release(request.host)
+                request.host = []
         request.state = FINISHED
         del self._requests[request.id]
+        if request.group is not None:
+            groups.ended(self, request.group, request)
         return Finish(request.id, reason, outputs, request.epoch)
 
     def _written(self, request: Request) -> int:
@@ -617,13 +754,18 @@ class Scheduler:
         flight = self._flight.popleft()
         self._done = seq = plan.seq
         requests = self._requests
+        if outcome.transfers and self.transfers is not None:
+            for end in outcome.transfers:
+                tiers.transfer_ended(self, end.id, end.ok)
         if outcome.tokens is not None:
             for id, token in outcome.tokens.items():
                 request = requests.get(id)
-                if request is not None and request.identity is not None:
+                if request is not None and request.identity is not None and request.group is None:
                     request.identity.append(token)
         ends: dict[int, tuple[Request, str]] = {}
         first: list[int] = []
+        forked: list[tuple[int, int]] = []
+        stepped: list[Group] = []
         for item in plan.prefills:
             request = requests.get(item.request)
             if request is None:
@@ -636,6 +778,21 @@ class Scheduler:
             if not self._share and request.state == RUNNING and request.epoch == item.epoch:
                 request.written = max(request.written, item.start + item.num_tokens)
                 self.manager.publish(request, request.written)
+            group = request.group
+            if group is not None and item.samples and (group.beam or not group.forked) and group not in stepped:
+                stepped.append(group)
+        for group in stepped:
+            if group.forked:
+                groups.reorder(self, group, outcome.parents)
+            else:
+                for child in groups.fork(self, group):
+                    forked.append((group.members[0].id, child.id))
+                    first.append(child.id)
+                    if child.known - child.num_prompt >= child.cap:
+                        ends[child.id] = (child, "length")
+            groups.go_on(self, group, ends)
+        if self._groups and outcome.tokens is not None:
+            groups.append_tokens(self, outcome.tokens)
         for request in flight.detached:
             if request.state != FINISHED and not request.in_cohort:
                 self._got_token(request, ends)
@@ -656,7 +813,7 @@ class Scheduler:
         for request, reason in sorted(ends.values(), key=lambda end: end[0].key):
             finished.append(self._end(request, reason))
         resumed = tuple((id, before) for id, before in flight.resumed if id in requests or id in ends)
-        return StepEvents(tuple(first), resumed, tuple(finished))
+        return StepEvents(tuple(first), resumed, tuple(finished), tuple(forked))
 
     def _got_token(self, request: Request, ends: dict[int, tuple[Request, str]]) -> None:
         """A step has sampled a token for a request outside the cohort."""

@@ -58,6 +58,10 @@ class BlockIdentity(Protocol):
         """One generated token became known."""
         ...
 
+    def fork(self) -> BlockIdentity:
+        """The identity of another sequence with the same tokens so far."""
+        ...
+
 
 class RequestSpec(NamedTuple):
     """A request as its sender gives it."""

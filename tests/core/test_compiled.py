@@ -16,7 +16,7 @@ from engine.compiled import FOLDER, MODULES, prefer_compiled
 PROGRAMS = """
 import json, sys
 from hypothesis import HealthCheck, Phase, given, settings
-from core_kit import play
+from shadow import play
 from strategies import cases
 import engine.core.scheduler, sim.executor
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from core_kit import Case, Job, play
+from core_kit import Case, Job
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shadow import play
 
 from engine.core import (
     ConfigError,

@@ -271,11 +271,10 @@ class Spy(Scheduler):
         self.ended.append((plan, outcome, events))
         return events
 
-    def abort(self, id: int) -> Finish | None:
-        finish = super().abort(id)
-        if finish is not None:
-            self.gone.append(finish)
-        return finish
+    def abort(self, id: int) -> list[Finish]:
+        finishes = super().abort(id)
+        self.gone.extend(finishes)
+        return finishes
 
 
 def spied(case: Case, log: bool = False) -> tuple[Spy, Recorder, DecisionLog | None]:

@@ -14,10 +14,11 @@ import test_manager
 import test_outputs_and_hits
 import test_policies
 import test_pool
-from core_kit import Case, aborts_everywhere, decodes_behind_chunks, followers_everywhere, play
+from core_kit import Case, aborts_everywhere, decodes_behind_chunks, followers_everywhere
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import run_state_machine_as_test
 from mutants import EQUIVALENT, MUTANTS, Mutant, applied
+from shadow import play
 from strategies import cases, fast_cases
 from test_fast_forward import same_both_ways
 from test_index import run_index_machine
@@ -49,7 +50,7 @@ def generated(fast: bool, num: int) -> tuple[Case, ...]:
 
 
 def programs() -> None:
-    for case in generated(False, 200):
+    for case in generated(False, 400):
         play(case)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from core_kit import Case, Job, full_prompt, play
+from core_kit import Case, Job, full_prompt
 from hypothesis import given, settings
+from shadow import play
 from strategies import cases, same_jobs_twice
 
 from engine.core import SchedulerConfig

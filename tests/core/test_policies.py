@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_kit import Case, Job, play, simulate
+from core_kit import Case, Job, simulate
 from hypothesis import given, settings
+from shadow import play
 from strategies import cases
 
 from engine.core import (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from core_kit import Case, play
+from core_kit import Case
 from hypothesis import given, settings
+from shadow import play
 from strategies import cases
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from core_kit import aborts_everywhere, decodes_behind_chunks, followers_everywhere, play
+from core_kit import aborts_everywhere, decodes_behind_chunks, followers_everywhere
+from shadow import play
 from test_fast_forward import same_both_ways
 
 
