@@ -135,6 +135,7 @@ class ShadowExecutor:
                 assert writer.setdefault(block, row.request) == row.request, "two requests write to one block"
                 key = index.key_of(block)
                 provisional = view.config.same_step == "share" and key is not None
+                assert provisional or key is None, f"request {row.request} writes to a block that can be hit"
                 assert pool.refs(block) == 1 or provisional, f"request {row.request} writes to a shared block"
                 assert block not in self.confirmed, "a confirmed block is written again"
                 assert not self._in_transfer(block, False), f"request {row.request} writes to a block in transfer"

@@ -18,8 +18,11 @@ __all__ = ["cases", "fast_cases", "host_options", "same_jobs_twice"]
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: int = 8) -> Case:
-    """A program for the shadow executor: everything collides, memory is short, and each request fits alone."""
+def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: int = 8, of: str = "") -> Case:
+    """A program for the shadow executor: everything collides, memory is short, and each request fits alone.
+
+    `of`: `forks`, `swaps` or `tiers` makes these the rule.
+    """
     size = draw(st.sampled_from([1, 2, 2, 3, 4]))
     num_blocks = draw(st.sampled_from([*range(2, 17), 20, 24, 30]))
     seqs = draw(st.integers(1, 6))
@@ -27,7 +30,7 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
     lookahead = draw(st.sampled_from([0, 0, 0, 1, 3]))
     if capacity <= lookahead + 2:
         lookahead = 0
-    caching = draw(st.sampled_from([True, True, True, False]))
+    caching = of == "tiers" or draw(st.sampled_from([True, True, True, False]))
     config = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=size,
@@ -35,7 +38,7 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
         max_num_seqs=seqs,
         max_num_batched_tokens=max(seqs, draw(st.integers(1, 12))),
         enable_prefix_caching=caching,
-        **draw(host_options(caching)),
+        **draw(host_options(caching, of=of)),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.4])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 2, 3])),
         num_lookahead_tokens=lookahead,
@@ -67,7 +70,7 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
             salt=draw(st.sampled_from([b"", b"", b"t"])),
             private=draw(st.sampled_from([False, False, False, True])),
             priority=draw(st.integers(0, 2)),
-            n=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
+            n=draw(st.sampled_from([1, 2, 3, 4] if of == "forks" else [1, 1, 1, 2, 3, 4])),
             beam=draw(st.booleans()),
         )
         job = replace(job, n=min(job.n, seqs))
@@ -84,26 +87,28 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
         jobs.append(replace(job, beam=job.beam and job.n > 1))
     if not jobs:
         jobs.append(Job(0, (0,), 1, 1))
-    if draw(st.booleans()):
+    if of or draw(st.booleans()):
         config = _tight(config, jobs, draw(st.sampled_from([0, 0, 1, 2])))
     return Case(config, tuple(jobs), luck=draw(st.integers(0, 30)))
 
 
 @st.composite
-def host_options(draw: st.DrawFn, caching: bool, reject: bool = True) -> dict[str, Any]:
+def host_options(draw: st.DrawFn, caching: bool, reject: bool = True, of: str = "") -> dict[str, Any]:
     """What becomes of the preempted, and whether there is a host tier."""
-    num = draw(st.sampled_from([0, 0, 1, 2, 4, 9, 40]))
+    num = draw(st.sampled_from([2, 4, 9, 40] if of in ("swaps", "tiers") else [0, 0, 1, 2, 4, 9, 40]))
     modes = ["recompute", "recompute", "swap-groups"]
     if reject:
         modes.append("reject")
     if num:
         modes += ["swap"] * 3 + ["auto"]
+    if of == "swaps":
+        modes = ["swap", "swap", "swap", "auto"]
     mode = draw(st.sampled_from(modes))
     return {
         "num_host_blocks": num,
         "preemption_mode": mode,
         "cost_model": LinearCost(token_ns=4, swap_latency_ns=5, block_ns=2) if mode == "auto" else None,
-        "host_tier": bool(num and caching and draw(st.booleans())),
+        "host_tier": bool(num and caching and (of == "tiers" or draw(st.booleans()))),
         "transfer_lease_ns": draw(st.sampled_from([2, 5, 9, 30])),
     }
 

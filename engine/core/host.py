@@ -31,6 +31,8 @@ class HostBlocks:
         """Device block -> host block, of the copies out of the step being planned."""
         self._out: list[BlockCopy] = []
         """Copies out that no plan has been given yet."""
+        self._read: set[BlockId] = set()
+        """Host blocks that the plan being made copies to the device."""
 
     def begin_step(self) -> None:
         """Another step is being planned: from now on device blocks may hold something else."""
@@ -74,7 +76,16 @@ class HostBlocks:
         """The copies out that the plan being made has to begin with."""
         copies = tuple(self._out)
         self._out = []
+        self._read.clear()
         return copies
+
+    def swap_in(self, table: Sequence[BlockId], start: int) -> Sequence[BlockId]:
+        """A swapped request has device blocks again: it gives up its host blocks, `table`. Returns those from `start`
+        on, which the plan being made copies to the device."""
+        sources = table[start:]
+        self._read.update(sources)
+        self.release(table)
+        return sources
 
     def match(self, key: Callable[[int], BlockHash], start: int, stop: int) -> list[BlockId]:
         """Host blocks for a request's block positions from `start` on, below `stop`, up to the first miss. Pure."""
@@ -107,8 +118,8 @@ class HostBlocks:
         blocks, evicted = self.pool.take(num)
         self.index.remove(evicted)
         if self._out and blocks:
-            # Whoever these were copied for is gone, and the copy was never planned.
-            self._out = [copy for copy in self._out if copy.dst not in blocks]
+            # Whoever these were to be copied for is gone, unless the same plan brings them back.
+            self._out = [copy for copy in self._out if copy.dst not in blocks or copy.dst in self._read]
         return blocks
 
     def digest(self) -> str:

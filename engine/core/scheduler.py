@@ -328,7 +328,10 @@ class Scheduler:
         blocked = False
         if self._waiting and not preempted and not self._rejected:
             blocked = self._admit(now, budget, items, admitted)
-        if not num_decodes and not items and not (self.transfers is not None and tiers.must_run(self)):
+        runs = num_decodes > 0 or bool(items)
+        if self.transfers is not None:
+            runs = tiers.must_run(self, runs, now)
+        if not runs:
             plan = StepPlan(0, now, (), CohortRows(self, 0, 0, 0), (), tuple(r.id for r in preempted), (), False)
             plan.rejected = self._take_rejected()
             return plan

@@ -57,15 +57,6 @@ def end_step(scheduler: Scheduler, plan: StepPlan) -> None:
         scheduler._swap_in = []
     if transfers is None:
         return
-    if scheduler._ripe:
-        key_of = scheduler.manager.index.key_of
-        # A block may have been given to another, which writes the same content to it in this very plan.
-        new = {block for _, block in scheduler.manager.new_keys or ()}
-        ripe = [(key, block) for key, block in scheduler._ripe if key_of(block) == key and block not in new]
-        store = transfers.store(ripe, scheduler.manager.index, plan.now)
-        scheduler._ripe = []
-        if store is not None:
-            scheduler._new_transfers.append(store)
     plan.transfers = tuple(scheduler._new_transfers)
     plan.revoked = tuple(scheduler._revoked)
     plan.loading = tuple(scheduler._plan_loads)
@@ -74,14 +65,23 @@ def end_step(scheduler: Scheduler, plan: StepPlan) -> None:
     scheduler._plan_loads = []
 
 
-def must_run(scheduler: Scheduler) -> bool:
-    """Whether a plan without rows is to run all the same: a load begins, or all that is left is to wait for transfers."""
+def must_run(scheduler: Scheduler, has_rows: bool, now: int) -> bool:
+    """Begin what stores there are to begin. Returns whether a plan without rows is to run, too: a transfer begins with
+    it, or all that is left is to wait for one."""
     transfers = scheduler.transfers
-    if transfers is None:
-        return False
-    if scheduler._new_transfers:
-        return True
-    return bool(transfers.open) and not scheduler._flight
+    assert transfers is not None
+    runs = has_rows or bool(scheduler._new_transfers)
+    if scheduler._ripe and (runs or not scheduler._requests):
+        key_of = scheduler.manager.index.key_of
+        # A block may have been given to another, which writes the same content to it in this very plan.
+        new = {block for _, block in scheduler.manager.new_keys or ()}
+        ripe = [(key, block) for key, block in scheduler._ripe if key_of(block) == key and block not in new]
+        scheduler._ripe = []
+        store = transfers.store(ripe, scheduler.manager.index, now)
+        if store is not None:
+            scheduler._new_transfers.append(store)
+            runs = True
+    return runs or (bool(transfers.open) and not scheduler._flight)
 
 
 def is_busy(scheduler: Scheduler) -> bool:
@@ -130,9 +130,9 @@ def swap_in(scheduler: Scheduler, request: Request, num_hits: int) -> None:
     """`request` has device blocks again: what is not hit there comes from its host blocks, which it gives up."""
     host = scheduler.host
     assert host is not None
-    for i in range(num_hits, len(request.host)):
-        scheduler._swap_in.append(BlockCopy(request.host[i], request.table[i]))
-    host.release(request.host)
+    sources = host.swap_in(request.host, num_hits)
+    for source, target in zip(sources, request.table[num_hits:], strict=False):
+        scheduler._swap_in.append(BlockCopy(source, target))
     request.host = []
 
 

@@ -19,7 +19,10 @@ import core_kit
 
 from engine.core import drive as drive_module
 from engine.core import fastforward as fastforward_module
+from engine.core import groups as groups_module
+from engine.core import tiers as tiers_module
 from engine.core.cohort import DecodeCohort
+from engine.core.host import HostBlocks, Transfers
 from engine.core.identity import SpanIdentity, TokenIdentity
 from engine.core.index import HashIndex
 from engine.core.manager import BlockManager
@@ -699,6 +702,185 @@ MUTANTS: list[Mutant] = [
         "advanced",
         "num * (turns - 1)",
         "num * turns",
+    ),
+    # Fork and copy-on-write.
+    _mutant(
+        "a shared block written in place",
+        "forks",
+        BlockManager,
+        "_shared_last",
+        "self.pool.refs(request.table[place]) > 1",
+        "False",
+    ),
+    _mutant(
+        "a copy for the last one that has the block, too",
+        "forks",
+        BlockManager,
+        "_shared_last",
+        "self.pool.refs(request.table[place]) > 1",
+        "True",
+    ),
+    _mutant(
+        "the copy of a shared block not counted",
+        "forks",
+        BlockManager,
+        "need",
+        "blocks += 1\n    if hits",
+        "pass\n    if hits",
+    ),
+    _mutant(
+        "the copied block is not given back", "forks", BlockManager, "append_slots", "self.pool.drop([source])", "pass"
+    ),
+    _mutant("a copy that no plan is given", "forks", BlockManager, "append_slots", "self._copies.append", "list"),
+    _mutant(
+        "the source of a copy becomes the target of another",
+        "forks",
+        BlockManager,
+        "free",
+        "block in self._copy_sources and self.pool.refs(block) == 1",
+        "False",
+    ),
+    _mutant("a fork without references", "forks", BlockManager, "fork", "self.pool.share(child.table)", "pass"),
+    _mutant(
+        "a fork takes slots beyond the tokens along",
+        "forks",
+        BlockManager,
+        "fork",
+        "parent.table[: -(-parent.sched // self.block_size)]",
+        "list(parent.table)",
+    ),
+    _mutant("the parent forgets that it shares", "forks", BlockManager, "fork", "self.cow[parent.id] = parent", "pass"),
+    _mutant(
+        "a beam's tables change owners one after another",
+        "forks",
+        groups_module,
+        "reorder",
+        "scheduler.manager.reorder(members, sources)",
+        "[scheduler.manager.reorder([m], [s]) for m, s in zip(members, sources)]",
+    ),
+    _mutant(
+        "a beam takes a step in part",
+        "forks",
+        groups_module,
+        "_tokens_each",
+        "count = min(tokens - 1, threshold, budget)",
+        "count = min(tokens, threshold, budget)",
+    ),
+    _mutant(
+        "a beam is preempted in part",
+        "forks",
+        Scheduler,
+        "_preempt",
+        "group.members if group is not None and group.beam else [victim]",
+        "[victim]",
+    ),
+    _mutant(
+        "seats for sequences to come are not kept",
+        "forks",
+        Scheduler,
+        "_start_running",
+        "self._seats_kept += self._seats(request) - 1",
+        "pass",
+    ),
+    _mutant(
+        "a beam's tokens named by whoever had them first",
+        "forks",
+        groups_module,
+        "begin",
+        "root.shared_blocks = root.key_blocks = prompt_blocks",
+        "root.shared_blocks = prompt_blocks",
+    ),
+    # Swap.
+    _mutant(
+        "a swap that is not copied", "swaps", HostBlocks, "swap_out", "self._out.append(BlockCopy(block, host))", "pass"
+    ),
+    _mutant(
+        "a swapped request comes back without a copy",
+        "swaps",
+        tiers_module,
+        "swap_in",
+        "scheduler._swap_in.append",
+        "tuple",
+    ),
+    _mutant("host blocks kept for ever", "swaps", HostBlocks, "swap_in", "self.release(table)", "pass"),
+    _mutant(
+        "host blocks of an aborted request kept for ever",
+        "swaps",
+        Scheduler,
+        "_end",
+        "self.host.release(request.host)",
+        "pass",
+    ),
+    _mutant(
+        "a partly filled block swapped under a key",
+        "swaps",
+        tiers_module,
+        "swap_out",
+        "if i < named else None",
+        "if True else None",
+    ),
+    _mutant("shared blocks copied twice", "one copy", HostBlocks, "swap_out", "self._copied[block] = host", "pass"),
+    _mutant(
+        "what the host has, and nobody holds, is not counted",
+        "tiers",
+        HostBlocks,
+        "swap_out",
+        "missing + len(revived) > self.pool.num_free",
+        "missing > self.pool.num_free",
+    ),
+    _mutant(
+        "a swap loses the tokens of its last block",
+        "swaps",
+        tiers_module,
+        "swap_out",
+        "num = -(-request.sched // size)",
+        "num = request.sched // size",
+    ),
+    _mutant(
+        "a block copied out for nobody is written twice",
+        "copied for nobody",
+        HostBlocks,
+        "_take",
+        "if self._out and blocks:",
+        "if False:",
+    ),
+    # The host tier.
+    _mutant("a transfer without references", "tiers", Transfers, "_begin", "self._device.share(device)", "device = ()"),
+    _mutant("a load does not hold its sources", "tiers", Transfers, "load", "self.host.pool.share(sources)", "pass"),
+    _mutant(
+        "a failed store can be hit",
+        "tiers",
+        Transfers,
+        "end",
+        "if ok and self.host.index.find(key) is None:",
+        "if self.host.index.find(key) is None:",
+    ),
+    _mutant("a failed load counts as done", "tiers", tiers_module, "transfer_ended", "if ok:", "if True:"),
+    _mutant("a lease that is never over", "tiers", Transfers, "expired", "> now", "> 0"),
+    _mutant(
+        "the rest of a prompt that is being loaded is not promised",
+        "promises",
+        tiers_module,
+        "promised",
+        "sum(need(request, (), request.known) for request in scheduler._loading.values())",
+        "0",
+    ),
+    _mutant("stored before it is written", "tiers", tiers_module, "must_run", " and block not in new", ""),
+    _mutant(
+        "stored without what is before it",
+        "tiers",
+        Transfers,
+        "store",
+        "held.update(dict.fromkeys(index.ancestors(block)))",
+        "pass",
+    ),
+    _mutant(
+        "a request that loads is preempted and still waits",
+        "tiers",
+        Scheduler,
+        "_take_blocks_back",
+        "del self._loading[request.id]",
+        "pass",
     ),
 ]
 

@@ -14,6 +14,7 @@ import test_manager
 import test_outputs_and_hits
 import test_policies
 import test_pool
+import test_tiers
 from core_kit import Case, aborts_everywhere, decodes_behind_chunks, followers_everywhere
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -36,12 +37,12 @@ NO_SHRINKING: dict[str, Any] = {
 
 
 @cache
-def generated(fast: bool, num: int) -> tuple[Case, ...]:
+def generated(fast: bool, num: int, of: str = "") -> tuple[Case, ...]:
     """The programs that the suite's strategies draw first."""
     drawn: list[Case] = []
 
     @settings(max_examples=num, **NO_SHRINKING)
-    @given(fast_cases() if fast else cases())
+    @given(fast_cases() if fast else cases(of=of))
     def draw(case: Case) -> None:
         drawn.append(case)
 
@@ -51,6 +52,11 @@ def generated(fast: bool, num: int) -> tuple[Case, ...]:
 
 def programs() -> None:
     for case in generated(False, 400):
+        play(case)
+
+
+def programs_of(kind: str) -> None:
+    for case in generated(False, 300, kind):
         play(case)
 
 
@@ -106,6 +112,12 @@ def identity() -> None:
 
 CHECKS: dict[str, Callable[[], object]] = {
     "programs": programs,
+    "forks": lambda: programs_of("forks"),
+    "swaps": lambda: programs_of("swaps"),
+    "tiers": lambda: programs_of("tiers"),
+    "one copy": test_tiers.test_sequences_that_share_blocks_have_one_copy_of_each_on_the_host,
+    "copied for nobody": test_tiers.test_a_copy_for_a_request_that_is_gone_is_not_made,
+    "promises": test_tiers.test_what_a_loading_prompt_still_needs_is_promised_to_it,
     "chunks": chunks,
     "aborts": aborts,
     "fast-forward": fast_forward,
