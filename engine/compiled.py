@@ -19,7 +19,7 @@ __all__ = ["MODULES", "build", "prefer_compiled"]
 MODULES = {
     "engine.core": (
         *("types", "request", "cohort", "waiting", "pool", "index", "radix", "identity"),
-        *("manager", "flight", "fastforward", "scheduler", "records", "drive"),
+        *("manager", "host", "flight", "fastforward", "tiers", "groups", "scheduler", "records", "drive"),
     ),
     "sim": ("steptime", "executor"),
 }

@@ -174,7 +174,7 @@ def fast_cases(draw: st.DrawFn) -> Case:
         free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
         scheduling_policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
         steps_in_flight=draw(st.sampled_from([1, 2])),
-        policies=draw(st.sampled_from([(), (), (), (), (PulseAdmission(),)])),
+        policies=draw(st.sampled_from([(), (), (PulseAdmission(),)])),
     )
     limit = min(capacity - lookahead, model_len)
     jobs: list[Job] = []

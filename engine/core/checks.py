@@ -96,6 +96,9 @@ def _check_lists(scheduler: Scheduler, requests: list[Request]) -> None:
     for r in waiting:
         swapped = -(-r.sched // scheduler.config.block_size)
         _demand(len(r.host) == swapped, f"request {r.id} has {r.sched} tokens on {len(r.host)} host blocks", requests)
+    loading = {r.id: r for r in running if r.id in scheduler._loading}
+    _demand(loading == scheduler._loading, "requests that do not run wait for loads", requests)
+    _demand(all(r.waits for r in loading.values()), "a request waits for a load and has rows", requests)
     groups = {r.root_id: r.group for r in requests if r.group is not None}
     _demand(groups == scheduler._groups, "requests with several sequences are not all listed", requests)
     for group in groups.values():

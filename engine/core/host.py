@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from engine.core.errors import InvariantError
-from engine.core.index import HashIndex
+from engine.core.index import HashIndex, PrefixIndex
 from engine.core.pool import BlockPool
 from engine.core.types import BlockCopy, BlockHash, BlockId, Transfer
 
@@ -195,7 +195,7 @@ class Transfers:
         """References to device blocks that transfers hold."""
         self._storing: set[BlockHash] = set()
 
-    def store(self, contents: Sequence[tuple[BlockHash, BlockId]], index: HashIndex, now: int) -> Transfer | None:
+    def store(self, contents: Sequence[tuple[BlockHash, BlockId]], index: PrefixIndex, now: int) -> Transfer | None:
         """Begin to copy these device blocks to the host: those whose content is neither there nor on its way.
 
         As many as the host has room for. The blocks before them in `index` are held, too: none may be evicted before

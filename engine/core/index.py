@@ -46,6 +46,10 @@ class PrefixIndex:
         """The content under which a block is listed; None: it is not."""
         raise NotImplementedError
 
+    def ancestors(self, block: BlockId) -> list[BlockId]:
+        """The blocks that a hit on a listed block goes through before it, from the first on. Pure; O(depth)."""
+        raise NotImplementedError
+
     def entries(self) -> list[tuple[BlockHash, list[BlockId]]]:
         """All keys with their blocks, in the order of publication within a key (for digests and checks)."""
         raise NotImplementedError
@@ -123,7 +127,6 @@ class HashIndex(PrefixIndex):
         return self._key_of.get(block)
 
     def ancestors(self, block: BlockId) -> list[BlockId]:
-        """The blocks that a hit on `block` goes through before it, from the first on. Pure; O(depth)."""
         chain: list[BlockId] = []
         parent = self._parent_of[block]
         while parent is not None:

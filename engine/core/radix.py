@@ -113,6 +113,16 @@ class RadixIndex(PrefixIndex):
         self._depth_of[block] = depth
         self._more.setdefault(run.firsts[depth - run.start], []).append(block)
 
+    def ancestors(self, block: BlockId) -> list[BlockId]:
+        run: _Run | None = self._run_of[block]
+        assert run is not None
+        parts = [run.firsts[: self._depth_of[block] - run.start]]
+        run = run.parent
+        while run is not None:
+            parts.append(run.firsts)
+            run = run.parent
+        return [block for part in reversed(parts) for block in part]
+
     def remove(self, blocks: Sequence[BlockId]) -> int:
         """These blocks are going to hold something else, in this order. Returns how many of them were listed.
 

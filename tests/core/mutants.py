@@ -734,7 +734,7 @@ MUTANTS: list[Mutant] = [
     _mutant("a copy that no plan is given", "forks", BlockManager, "append_slots", "self._copies.append", "list"),
     _mutant(
         "the source of a copy becomes the target of another",
-        "forks",
+        "copy sources",
         BlockManager,
         "free",
         "block in self._copy_sources and self.pool.refs(block) == 1",
@@ -876,7 +876,7 @@ MUTANTS: list[Mutant] = [
     ),
     _mutant(
         "a request that loads is preempted and still waits",
-        "tiers",
+        "loading victim",
         Scheduler,
         "_take_blocks_back",
         "del self._loading[request.id]",

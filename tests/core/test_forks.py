@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from shadow import play
 from strategies import cases
 
-from engine.core import InvalidRequest, RequestSpec, Scheduler, SchedulerConfig, StepOutcome
+from engine.core import BlockCopy, InvalidRequest, RequestSpec, Scheduler, SchedulerConfig, StepOutcome
+from engine.core.manager import BlockManager
+from engine.core.request import RUNNING, Request
 
 
 def config(**options: object) -> SchedulerConfig:
@@ -29,6 +31,25 @@ def test_a_shared_block_is_copied_once_for_all_but_one(prompt: int, copies: int)
     never copied."""
     played = play(Case(config(), (Job(0, tuple(i % 2 for i in range(prompt)), 6, 6, n=3),)))
     assert played.moved["copies"] == copies
+
+
+def test_the_source_of_a_copy_is_no_target_in_the_same_step() -> None:
+    """Phase rule: a block that a step copies from stays out of the pool until the step is planned, whoever lets go."""
+    manager = BlockManager(4, 2, True, "blank-first")
+    parent, one, two = (Request(id, RequestSpec(0, 3, 9), 9, 0, (id,)) for id in range(3))
+    manager.allocate(parent, [], 3)
+    parent.sched = one.sched = two.sched = 3
+    for child in (one, two):
+        manager.fork(parent, child)
+    source = parent.table[1]
+    manager.append_slots(one, 4)
+    manager.free(two, 3, ended=True)
+    manager.free(parent, 3, ended=True)
+    assert manager.pool.refs(source) == 1
+    assert manager.end_step() == [BlockCopy(source, one.table[1])]
+    assert manager.pool.refs(source) == 0
+    one.state = RUNNING
+    manager.check([one])
 
 
 def test_sequences_share_the_blocks_of_their_prompt() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import test_core_config
+import test_forks
 import test_identity
 import test_index
 import test_manager
@@ -77,7 +78,7 @@ def followers() -> None:
 
 
 def fast_forward() -> None:
-    for case in generated(True, 160):
+    for case in generated(True, 300):
         same_both_ways(case)
 
 
@@ -117,6 +118,8 @@ CHECKS: dict[str, Callable[[], object]] = {
     "tiers": lambda: programs_of("tiers"),
     "one copy": test_tiers.test_sequences_that_share_blocks_have_one_copy_of_each_on_the_host,
     "copied for nobody": test_tiers.test_a_copy_for_a_request_that_is_gone_is_not_made,
+    "copy sources": test_forks.test_the_source_of_a_copy_is_no_target_in_the_same_step,
+    "loading victim": test_tiers.test_a_request_may_be_preempted_while_it_loads,
     "promises": test_tiers.test_what_a_loading_prompt_still_needs_is_promised_to_it,
     "chunks": chunks,
     "aborts": aborts,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core_kit import Case, play, simulate
+from core_kit import Case, simulate
 from hypothesis import given, settings
+from shadow import play
 from strategies import cases, fast_cases
 
 

@@ -96,7 +96,7 @@ class Bench:
         open_now = list(self.scheduler.transfers.open) if self.scheduler.transfers is not None else []
         ends = tuple(TransferEnd(id, ok) for id in open_now) if transfers else ()
         if plan.runs:
-            tokens = {item.request: 9 for item in plan.prefills if item.samples}
+            tokens = {item.request: 9 for item in (*plan.decodes.rows(), *plan.prefills) if item.samples}
             self.scheduler.complete(plan, StepOutcome(self.now, tokens, transfers=ends))
         self.scheduler.check()
         return plan
@@ -160,11 +160,32 @@ def test_a_block_in_transfer_is_not_given_to_anybody() -> None:
     bench.scheduler.abort(request)
     bench.scheduler.check()
     assert bench.scheduler.usage().transfer == 4
-    other = bench.add([50 + i for i in range(6)], 1)
+    bench.scheduler.manager.taken = []
+    bench.add([50 + i for i in range(6)])
     bench.step(transfers=False)
-    assert not targets & set(bench.scheduler.table(other))
+    assert len(bench.scheduler.manager.taken) == 6
+    assert not targets & set(bench.scheduler.manager.taken)
     bench.step()
     assert bench.scheduler.usage().transfer == 0
+
+
+def test_a_request_may_be_preempted_while_it_loads() -> None:
+    """It waits again, and its load ends without it: the blocks go back to the pool when that is done, not before."""
+    bench = Bench()
+    bench.cache_on_host([1, 2, 3, 4])
+    first = bench.add([31, 32, 33, 34], 6)
+    bench.step()
+    loading = bench.add([1, 2, 3, 4, 5])
+    assert bench.step(transfers=False).loading == ((loading, 4),)
+    lost: list[int] = []
+    while not lost:
+        lost += bench.step(transfers=False).preempted
+    assert lost == [loading]
+    assert bench.scheduler.usage().transfer == 4
+    while bench.scheduler.has_unfinished:
+        bench.step()
+    assert bench.scheduler.manager.pool.num_free == 10
+    assert first != loading
 
 
 def test_what_a_loading_prompt_still_needs_is_promised_to_it() -> None:
