@@ -135,10 +135,11 @@ def place_beam(scheduler: Scheduler, group: Group, budget: int, items: list[Plan
     counts = _tokens_each(scheduler, members, budget)
     last = group.members[-1]
     while _need(scheduler, members, counts) > manager.pool.num_free:
-        behind = scheduler._running[-1]
-        victim = behind if behind.key <= last.key else scheduler._choose_victim_behind(last)
+        victim = scheduler._choose_victim(last)
+        if victim is last and scheduler._loads_behind(last):
+            return 0
         scheduler._preempt(victim, preempted)
-        if members[0].state != RUNNING:
+        if last.state != RUNNING:
             return 0
     for member, count in zip(members, counts, strict=True):
         if count:

@@ -393,21 +393,40 @@ class Scheduler:
         if self.config.num_lookahead_tokens:
             num_tokens = min(num_tokens + self.config.num_lookahead_tokens, self.config.max_model_len)
         while not manager.fits(request, (), num_tokens):
-            self._preempt(self._choose_victim(request), preempted)
+            victim = self._choose_victim(request)
+            if victim is request and self._loads_behind(request):
+                self._pause(request)
+                return False
+            self._preempt(victim, preempted)
             if request.state != RUNNING:
                 return False
         manager.append_slots(request, num_tokens)
         return True
 
-    def _choose_victim_behind(self, request: Request) -> Request:
-        """One of the running requests behind `request`; there must be one."""
-        return self._choose_victim(self._running[bisect_left(self._running, request.key, key=by_key) + 1])
+    def _loads_behind(self, request: Request) -> bool:
+        """Whether blocks will come free without `request` losing its own: those of a load behind it that ends."""
+        return any(loading.key > request.key for loading in self._loading.values())
+
+    def _pause(self, request: Request) -> None:
+        """It keeps its blocks and gets no row in this step."""
+        if request.in_cohort:
+            self._leave_cohort(request)
+            self._insert_chunk(request)
 
     def _choose_victim(self, request: Request) -> Request:
-        """One of the running requests from `request` on: those before it have their place in this step."""
+        """One of the running requests from `request` on: those before it have their place in this step.
+
+        Not one that waits for a load: what it would give up is not free before the load has ended.
+        """
+        loading = self._loading
         if self._plain_victim:
-            return self._running[-1]
+            last = len(self._running) - 1
+            while loading and self._running[last].id in loading:
+                last -= 1
+            return self._running[last]
         candidates = self._running[bisect_left(self._running, request.key, key=by_key) :]
+        if loading:
+            candidates = [candidate for candidate in candidates if candidate.id not in loading]
         views = [self.view_of(candidate) for candidate in candidates]
         policy = self._victim
         chosen = self._ask(policy, lambda: policy.choose(views))
@@ -636,9 +655,7 @@ class Scheduler:
         elif request in self._chunks:
             self._chunks.remove(request)
         self._sched_tokens -= request.sched
-        if request.id in self._loading:
-            del self._loading[request.id]
-        elif self.host is not None:
+        if self.host is not None:
             tiers.swap_out(self, request)
         self.manager.free(request, written, ended=False)
         self._remove_running(request)

@@ -433,7 +433,7 @@ MUTANTS: list[Mutant] = [
         "programs",
         Scheduler,
         "_choose_victim",
-        "return self._running[-1]",
+        "return self._running[last]",
         "return self._running[0]",
     ),
     _mutant(
@@ -875,13 +875,14 @@ MUTANTS: list[Mutant] = [
         "pass",
     ),
     _mutant(
-        "a request that loads is preempted and still waits",
+        "a victim whose blocks are in transfer",
         "loading victim",
         Scheduler,
-        "_take_blocks_back",
-        "del self._loading[request.id]",
-        "pass",
+        "_choose_victim",
+        "while loading and self._running[last].id in loading:",
+        "while False:",
     ),
+    _mutant("a request pauses and still decodes", "tiers", Scheduler, "_pause", "if request.in_cohort:", "if False:"),
 ]
 
 EQUIVALENT: list[tuple[Mutant, str]] = [

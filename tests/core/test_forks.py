@@ -35,7 +35,7 @@ def test_a_shared_block_is_copied_once_for_all_but_one(prompt: int, copies: int)
 
 def test_the_source_of_a_copy_is_no_target_in_the_same_step() -> None:
     """Phase rule: a block that a step copies from stays out of the pool until the step is planned, whoever lets go."""
-    manager = BlockManager(4, 2, True, "blank-first")
+    manager = BlockManager(4, 2, False, "blank-first")
     parent, one, two = (Request(id, RequestSpec(0, 3, 9), 9, 0, (id,)) for id in range(3))
     manager.allocate(parent, [], 3)
     parent.sched = one.sched = two.sched = 3

@@ -119,7 +119,7 @@ CHECKS: dict[str, Callable[[], object]] = {
     "one copy": test_tiers.test_sequences_that_share_blocks_have_one_copy_of_each_on_the_host,
     "copied for nobody": test_tiers.test_a_copy_for_a_request_that_is_gone_is_not_made,
     "copy sources": test_forks.test_the_source_of_a_copy_is_no_target_in_the_same_step,
-    "loading victim": test_tiers.test_a_request_may_be_preempted_while_it_loads,
+    "loading victim": test_tiers.test_a_request_that_loads_is_no_victim,
     "promises": test_tiers.test_what_a_loading_prompt_still_needs_is_promised_to_it,
     "chunks": chunks,
     "aborts": aborts,

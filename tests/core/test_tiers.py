@@ -169,8 +169,8 @@ def test_a_block_in_transfer_is_not_given_to_anybody() -> None:
     assert bench.scheduler.usage().transfer == 0
 
 
-def test_a_request_may_be_preempted_while_it_loads() -> None:
-    """It waits again, and its load ends without it: the blocks go back to the pool when that is done, not before."""
+def test_a_request_that_loads_is_no_victim() -> None:
+    """Its blocks would not be free before its load has ended: who needs one waits for that, and preempts it then."""
     bench = Bench()
     bench.cache_on_host([1, 2, 3, 4])
     first = bench.add([31, 32, 33, 34], 6)
@@ -178,14 +178,20 @@ def test_a_request_may_be_preempted_while_it_loads() -> None:
     loading = bench.add([1, 2, 3, 4, 5])
     assert bench.step(transfers=False).loading == ((loading, 4),)
     lost: list[int] = []
-    while not lost:
-        lost += bench.step(transfers=False).preempted
-    assert lost == [loading]
-    assert bench.scheduler.usage().transfer == 4
+    rows = 1
+    while rows:
+        plan = bench.step(transfers=False)
+        rows = plan.num_rows
+        lost += plan.preempted
+    assert plan.runs
+    assert (lost, bench.scheduler.num_running) == ([], 2)
+    bench.step()
+    plan = bench.step()
+    assert plan.preempted == (loading,)
+    assert [row.request for row in (*plan.decodes.rows(), *plan.prefills)] == [first]
     while bench.scheduler.has_unfinished:
         bench.step()
     assert bench.scheduler.manager.pool.num_free == 10
-    assert first != loading
 
 
 def test_what_a_loading_prompt_still_needs_is_promised_to_it() -> None:
