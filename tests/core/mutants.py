@@ -882,7 +882,6 @@ MUTANTS: list[Mutant] = [
         "while loading and self._running[last].id in loading:",
         "while False:",
     ),
-    _mutant("a request pauses and still decodes", "tiers", Scheduler, "_pause", "if request.in_cohort:", "if False:"),
 ]
 
 EQUIVALENT: list[tuple[Mutant, str]] = [
