@@ -18,8 +18,8 @@ __all__ = ["MODULES", "build", "prefer_compiled"]
 
 MODULES = {
     "engine.core": (
-        *("types", "request", "cohort", "waiting", "pool", "index", "radix", "identity"),
-        *("manager", "host", "flight", "fastforward", "tiers", "groups", "scheduler", "records", "drive"),
+        *("types", "request", "cohort", "waiting", "pool", "extents", "index", "radix", "identity"),
+        *("manager", "contiguous", "host", "flight", "fastforward", "tiers", "groups", "scheduler", "records", "drive"),
     ),
     "sim": ("steptime", "executor"),
 }

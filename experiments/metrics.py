@@ -39,7 +39,15 @@ PERCENTILES = (50, 90, 95, 99)
 USAGE = ("held", "tail", "reserved_may", "reserved_cannot", "external", "transfer", "cached", "free")
 """Columns of the steps table that sum to the pool, in slots."""
 
-_RUN_COLUMNS = ("num_steps", "step_ends_ns", "run_takes", "step_cached", "step_finished")
+_RUN_COLUMNS = (
+    "num_steps",
+    "step_ends_ns",
+    "run_takes",
+    "step_cached",
+    "step_finished",
+    "step_reserved_may",
+    "step_reserved_cannot",
+)
 
 Columns = Mapping[str, Any]
 """Column name to array; a list column is a sequence of arrays."""
@@ -167,7 +175,8 @@ def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
 
     Within a run nothing changes but time, contexts and usage: every decode row writes one token a step, step j takes
     `run_takes[j modulo block size]` blocks (step 0 is the run's own row), and `step_cached` lists the reusable free
-    slots where they change; `step_finished` names the step of each finish. A step is decided when the step
+    slots where they change; `step_reserved_may` and `step_reserved_cannot` do where blocks are taken from what was
+    reserved, and not from what is free; `step_finished` names the step of each finish. A step is decided when the step
     `steps_in_flight` before it has ended.
     """
     steps = tables.steps
@@ -186,6 +195,7 @@ def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
 
     taken = np.zeros(total, dtype=np.int64)  # slots of blocks taken since the run's first step
     cached = out["cached"].copy()
+    drawn = np.zeros(total, dtype=np.int64)  # of them, slots that were reserved
     ends = _step_ends(steps)
     finished = out["finished"]
     size = tables.block_size
@@ -199,6 +209,11 @@ def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
         taken[where] = np.concatenate([[0], np.cumsum(takes[later % size])]) * size
         if len(steps["step_cached"][index]):
             cached[where] = np.asarray(steps["step_cached"][index], dtype=np.int64)
+        for name in ("reserved_may", "reserved_cannot"):
+            if len(steps[f"step_{name}"][index]):
+                now = np.asarray(steps[f"step_{name}"][index], dtype=np.int64)
+                drawn[where] += out[name][where] - now
+                out[name][where] = now
         within = np.asarray(steps["step_finished"][index], dtype=np.int64)
         out["finished"][where] = np.bincount(within, minlength=int(lengths[index]))
     out["end_ns"] = ends
@@ -207,7 +222,7 @@ def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
     out["start_ns"] = np.where(offset == 0, out["start_ns"], starts)
     out["held"] = out["held"] + offset * rows
     out["tail"] = out["tail"] + taken - offset * rows
-    out["free"] = out["free"] + out["cached"] - taken - cached
+    out["free"] = out["free"] + out["cached"] - (taken - drawn) - cached
     out["cached"] = cached
     return out
 

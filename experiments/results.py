@@ -61,6 +61,8 @@ _LISTS: dict[str, type[np.integer[Any]]] = {
     "run_takes": np.int32,
     "step_cached": np.int64,
     "step_finished": np.int32,
+    "step_reserved_may": np.int64,
+    "step_reserved_cannot": np.int64,
 }
 _TEXTS = ("outcome", "reason")
 

@@ -63,7 +63,7 @@ class _Specs:
             raise SimError(f"max_tokens must be 1 or more, not {max_tokens}.")
         self._trace = trace
         self._block_size = config.block_size
-        self._caching = config.enable_prefix_caching
+        self._caching = config.caches_prefixes
         self._prompt = trace.prompt_tokens.tolist()
         self.output: list[int] = trace.output_tokens.tolist()
         self._max_tokens = max_tokens

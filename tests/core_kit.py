@@ -215,7 +215,9 @@ class ListInbox:
         if not job.private:
             followed = any(other.follows == i for other in self.case.jobs)
             identity = SpanIdentity(self._spans(i), size, output_id=self._name("output", i) if followed else None)
-        return RequestSpec(at, len(prompt), job.cap, identity, priority=job.priority)
+        return RequestSpec(
+            at, len(prompt), job.cap, identity, priority=job.priority, oracle_tokens=min(job.out, job.cap)
+        )
 
     def _spans(self, i: int) -> list[tuple[int, int]]:
         """A name for every prefix of the prompt, the same for all jobs that have it."""

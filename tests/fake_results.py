@@ -87,7 +87,14 @@ def toy_tables(
         running = [i for i in batch if done[i] < output[i]]
         now = end
     steps: dict[str, Any] = dict(zip(STEP_COLUMNS, np.array(rows, dtype=np.int64).T, strict=True))
-    for name in ("step_ends_ns", "run_takes", "step_finished", "step_cached"):
+    for name in (
+        "step_ends_ns",
+        "run_takes",
+        "step_finished",
+        "step_cached",
+        "step_reserved_may",
+        "step_reserved_cannot",
+    ):
         steps[name] = [np.empty(0, dtype=np.int64)] * len(rows)
     requests = {
         "request": np.arange(num_requests),

@@ -284,7 +284,16 @@ def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
             job = jobs[i]
             prompt = full_prompt(jobs, i)
             identity = None if job.private else TokenIdentity(prompt, config.block_size, job.salt)
-            spec = RequestSpec(turn, len(prompt), job.cap, identity, job.priority, n=job.n, beam=job.beam)
+            spec = RequestSpec(
+                turn,
+                len(prompt),
+                job.cap,
+                identity,
+                job.priority,
+                n=job.n,
+                beam=job.beam,
+                oracle_tokens=min(job.out, job.cap),
+            )
             id_of[i] = scheduler.add(spec, turn)
             root = 10_000 + i if job.private else int.from_bytes(job.salt + b"\0", "little")
             shadow.register(id_of[i], i, prompt, root)

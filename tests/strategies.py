@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.core import LinearCost, SchedulerConfig
 
-__all__ = ["cases", "fast_cases", "host_options", "same_jobs_twice"]
+__all__ = ["cases", "contiguous_cases", "fast_cases", "host_options", "same_jobs_twice"]
 
 
 @st.composite
@@ -90,6 +90,33 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
     if of or draw(st.booleans()):
         config = _tight(config, jobs, draw(st.sampled_from([0, 0, 1, 2])))
     return Case(config, tuple(jobs), luck=draw(st.integers(0, 30)))
+
+
+@st.composite
+def contiguous_cases(draw: st.DrawFn, *, fast: bool = False) -> Case:
+    """A program of `cases` (or `fast_cases`) under a contiguous allocator; the pool has room for each run alone."""
+    case = draw(fast_cases() if fast else cases())
+    allocator = draw(st.sampled_from(["contiguous-max", "contiguous-pow2", "contiguous-oracle"]))
+    placement = draw(st.sampled_from(["first-fit", "best-fit", "buddy"]))
+    jobs = tuple(replace(job, n=1, beam=False) for job in case.jobs)
+    config = case.config
+    longest = max(len(full_prompt(jobs, i)) + job.cap for i, job in enumerate(jobs))
+    if config.max_model_len > 2 * longest:
+        config = replace(config, max_model_len=longest + draw(st.integers(0, 5)))
+    most = 1
+    for i, job in enumerate(jobs):
+        out = config.max_model_len
+        if allocator == "contiguous-pow2":
+            out = next(1 << k for k in range(20) if 1 << k >= job.out)
+        elif allocator == "contiguous-oracle":
+            out = job.out
+        tokens = min(len(full_prompt(jobs, i)) + out + config.num_lookahead_tokens, config.max_model_len)
+        most = max(most, -(-tokens // config.block_size))
+    if placement == "buddy":
+        most = 1 << (most - 1).bit_length()
+    blocks = most + draw(st.sampled_from([0, 1, 2, 3, most, 2 * most + 1]))
+    config = replace(config, allocator=allocator, placement=placement, num_blocks=blocks, host_tier=False)
+    return replace(case, config=config, jobs=jobs)
 
 
 @st.composite

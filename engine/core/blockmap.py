@@ -170,7 +170,11 @@ class BlockRecorder:
         newest = scheduler.last_seq
         size = self._size
         tables = [
-            (request.id, request.table, -(-(request.base + newest if request.in_cohort else request.sched) // size))
+            (
+                request.id,
+                scheduler.manager.owned(request),
+                -(-(request.base + newest if request.in_cohort else request.sched) // size),
+            )
             for request in scheduler._running
         ]
         before = self._map

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from engine.core.cohort import by_key
 from engine.core.errors import InvariantError
+from engine.core.extents import ExtentPool
 from engine.core.request import RUNNING, WAITING, Request
+from engine.core.types import BlockId, Usage
 
 if TYPE_CHECKING:
     from engine.core.scheduler import Scheduler
@@ -60,6 +62,8 @@ def check(scheduler: Scheduler) -> None:
     slots = sum(usage) - usage.shared
     _demand(slots == config.num_blocks * size, f"usage sums to {slots} slots: {usage}", requests)
     _demand(min(usage) >= 0, f"a part of usage is negative: {usage}", requests)
+    found = _usage(scheduler)
+    _demand(usage == found, f"usage is counted as {usage}, and a walk finds {found}", requests)
     for r in scheduler._running:
         sched, known = _sched(scheduler, r), scheduler._known(r)
         pending = scheduler._seq - max(scheduler._done, r.floor) if r.in_cohort else r.pending
@@ -70,6 +74,40 @@ def check(scheduler: Scheduler) -> None:
         _demand(known - r.num_prompt <= r.cap, f"request {r.id} has more outputs than it may", requests)
         most = min(r.num_prompt + r.cap + config.num_lookahead_tokens, config.max_model_len)
         _demand(len(r.table) <= -(-most // size), f"the table of request {r.id} is too long", requests)
+
+
+def _usage(scheduler: Scheduler) -> Usage:
+    """What `Scheduler.usage` promises, by a look at every block."""
+    manager, size = scheduler.manager, scheduler.config.block_size
+    pool = manager.pool
+    filled: dict[int, int] = {}
+    logical = may = cannot = 0
+    for r in scheduler._running:
+        sched = _sched(scheduler, r)
+        logical += sched
+        for i, block in enumerate(manager.owned(r)):
+            tokens = min(size, max(0, sched - i * size))
+            filled[block] = max(filled.get(block, 0), tokens)
+            if not tokens:
+                reachable = min(size, max(0, r.num_prompt + r.cap - i * size))
+                may += reachable
+                cannot += size - reachable
+    held = sum(filled.values())
+    tail = sum(size - tokens for tokens in filled.values() if tokens)
+    kept = external = free = transfer = 0
+    for i in range(pool.num_blocks):
+        block = BlockId(i)
+        if pool.refs(block):
+            transfer += i not in filled
+        elif pool.is_kept(block):
+            kept += 1
+        else:
+            free += 1
+    if scheduler._waiting and isinstance(pool, ExtentPool):
+        need = manager.need(scheduler._waiting.peek(), (), 1)
+        external = sum(num for _, num in pool.holes() if num < need)
+    free -= external
+    return Usage(held, tail, may, cannot, external * size, transfer * size, kept * size, free * size, logical - held)
 
 
 def _check_lists(scheduler: Scheduler, requests: list[Request]) -> None:

@@ -313,6 +313,12 @@ class ExtentPool(BlockPool):
     def refs(self, block: BlockId) -> int:
         return self._used[block]
 
+    def all_refs(self) -> list[int]:
+        return list(self._used)
+
+    def kept_flags(self) -> bytes:
+        return bytes(self.num_blocks)
+
     def is_kept(self, block: BlockId) -> bool:
         return False
 
@@ -323,6 +329,10 @@ class ExtentPool(BlockPool):
     def runs(self) -> list[Run]:
         """All runs that somebody holds, by place."""
         return sorted(self._runs.values())
+
+    def holes(self) -> list[tuple[int, int]]:
+        """(first block, size) of all holes, by place."""
+        return list(self._holes)
 
     def digest(self) -> str:
         """A fingerprint of all runs and holes."""

@@ -65,6 +65,7 @@ def advance(scheduler: Scheduler, ends: Sequence[int]) -> list[StepPlan]:
         crossing += cohort.crossing(seq)
         marks.append(len(crossing))
     scheduler.run_kept_free = manager.append_block_each(crossing, marks)
+    scheduler.run_unreachable = manager.run_unreachable
     if cohort.num_sharing:
         # Taking blocks and publishing do not touch each other, so all takes may come before all fills.
         if scheduler._share:

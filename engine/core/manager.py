@@ -19,7 +19,7 @@ from engine.core.index import HashIndex, PrefixIndex
 from engine.core.pool import BlockPool
 from engine.core.radix import RadixIndex
 from engine.core.request import RUNNING, Request
-from engine.core.types import BlockCopy, BlockHash, BlockId
+from engine.core.types import BlockCopy, BlockHash, BlockId, RequestSpec
 
 __all__ = ["BlockManager"]
 
@@ -51,6 +51,8 @@ class BlockManager:
         """Requests that may share the block that they write to next, since they forked: it is copied first."""
         self.new_keys: list[tuple[BlockHash, BlockId]] | None = None
         """Where set to a list, whatever is published is noted in it."""
+        self.run_unreachable: list[int] = []
+        """`reserved_cannot` after each step of the last `append_block_each`, where runs are reserved."""
         self._copies: list[BlockCopy] = []
         self._copy_sources: set[BlockId] = set()
         self._leases: list[BlockId] = []
@@ -69,6 +71,14 @@ class BlockManager:
         if request.key_blocks < stop:
             stop = request.key_blocks
         return self.index.match(request.block_key, stop) if stop > 0 else []
+
+    def limit(self, spec: RequestSpec, cap: int) -> int:
+        """How many output tokens a request of up to `cap` can be given.
+
+        Raises:
+            InvalidRequest: it can never be served.
+        """
+        return cap
 
     def need(self, request: Request, hits: Sequence[BlockId], num_tokens: int) -> int:
         """How many free blocks it takes until `request`, starting with `hits`, has slots for `num_tokens`.
@@ -281,6 +291,24 @@ class BlockManager:
             self.taken.extend(blocks)
         if self.evicted is not None:
             self.evicted.extend(evicted)
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks of requests that are in no table yet. None in a paged pool."""
+        return 0
+
+    @property
+    def reserved_cannot(self) -> int:
+        """Slots of them that no token can come to, since they lie beyond prompt + max_tokens."""
+        return 0
+
+    def external_blocks(self, head: Request) -> int:
+        """Free blocks in holes that have no room for `head`. None in a paged pool."""
+        return 0
+
+    def owned(self, request: Request) -> Sequence[BlockId]:
+        """All blocks of a request: its table, and what is reserved behind it."""
+        return request.table
 
     def digest(self, requests: Sequence[Request]) -> str:
         """A fingerprint of every block's whereabouts: references, free order, index, and the tables of `requests`."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.core.cost import CostModel
 from engine.core.errors import ConfigError
+from engine.core.extents import PLACEMENTS
 from engine.core.policies import ORDERS, Policy
 from engine.core.pool import FREE_ORDERS
 
@@ -13,6 +14,7 @@ __all__ = ["PREEMPTION_MODES", "PRESETS", "SAME_STEP", "SchedulerConfig", "prese
 
 SAME_STEP = ("share", "off", "defer")
 PREFIX_INDICES = ("hash", "radix")
+ALLOCATORS = ("paged", "contiguous-max", "contiguous-pow2", "contiguous-oracle")
 PREEMPTION_MODES = ("recompute", "swap", "swap-groups", "auto", "reject")
 
 
@@ -53,6 +55,10 @@ class SchedulerConfig:
     """Which free blocks are used first: see engine.core.pool."""
     prefix_index: str = "hash"
     """How cached prefixes are found: `hash` (a dictionary of chained keys) or `radix` (a tree); the same are."""
+    allocator: str = "paged"
+    """`paged`, or how many tokens a contiguous run is reserved for: see engine.core.contiguous. Those cache nothing."""
+    placement: str = "first-fit"
+    """Where a contiguous run is put: see engine.core.extents."""
     preemption_mode: str = "recompute"
     """What becomes of a request that loses its blocks: `recompute` (drop them), `swap` (to the host and back), `auto`
     (what `cost_model` says is cheaper), `reject` (end it), or `swap-groups`, as vLLM V0: swap sequences of a request
@@ -95,11 +101,15 @@ class SchedulerConfig:
             raise ConfigError("preemption_mode is 'auto', which needs a cost model; give a calibration that has swaps")
         if self.host_tier and not (self.num_host_blocks and self.enable_prefix_caching):
             raise ConfigError("host_tier needs host blocks and enable_prefix_caching")
+        if self.host_tier and self.allocator != "paged":
+            raise ConfigError(f"host_tier needs allocator paged, but it is {self.allocator!r}, which caches nothing")
         choices = {
             "preemption_mode": PREEMPTION_MODES,
             "same_step": SAME_STEP,
             "free_order": FREE_ORDERS,
             "prefix_index": PREFIX_INDICES,
+            "allocator": ALLOCATORS,
+            "placement": PLACEMENTS,
             "scheduling_policy": ORDERS,
         }
         for name, allowed in choices.items():
@@ -110,6 +120,11 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}), or some running requests would never get a turn"
             )
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether a request can be given blocks that another one has computed."""
+        return self.enable_prefix_caching and self.allocator == "paged"
 
     @property
     def watermark_blocks(self) -> int:

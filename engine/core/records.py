@@ -87,6 +87,7 @@ class Recorder:
         """(plan, how many finished) where any did."""
         self._run_takes: dict[int, list[int]] = {}
         self._run_cached: dict[int, list[int]] = {}
+        self._run_reserved: dict[int, tuple[list[int], list[int]]] = {}
         self._gaps = array("q")
         self._lost = 0
 
@@ -218,6 +219,12 @@ class Recorder:
         kept = self._scheduler.run_kept_free
         cached = kept[0] * size
         new = takes[0] * size
+        may, cannot = usage.reserved_may, usage.reserved_cannot
+        drawn = 0  # slots of blocks that were reserved, and that the first step puts into tables
+        beyond = self._scheduler.run_unreachable
+        if beyond:
+            drawn = new
+            may, cannot = may + cannot - drawn - beyond[0], beyond[0]
         place = len(self._steps) // len(STEP_COLUMNS)
         self._steps.extend(
             (
@@ -235,12 +242,12 @@ class Recorder:
                 0,
                 usage.held + num,
                 usage.tail + new - num,
-                usage.reserved_may,
-                usage.reserved_cannot,
+                may,
+                cannot,
                 usage.external,
                 usage.transfer,
                 cached,
-                usage.free + usage.cached - new - cached,
+                usage.free + usage.cached - (new - drawn) - cached,
                 usage.shared,
             )
         )
@@ -248,6 +255,13 @@ class Recorder:
             self._run_takes[place] = takes
             if kept[-1] != kept[0]:
                 self._run_cached[place] = [k * size for k in kept]
+            if beyond:
+                reserved = may + cannot + drawn
+                mays: list[int] = []
+                for step, past in enumerate(beyond):
+                    reserved -= takes[step % size] * size
+                    mays.append(reserved - past)
+                self._run_reserved[place] = (mays, beyond)
         self._ends.extend(ends)
 
     # ---- out ----
@@ -266,7 +280,8 @@ class Recorder:
         j + block_size, ... of a run take each, and `step_cached` the cached slots at each step where they change;
         `step_finished` names the steps of a run, counted from 0, in which a request finished, once for each; with
         them, every step's usage follows from the run's first: held + rows, tail + takes x block_size - rows,
-        and so on. All are empty for single steps.
+        and so on. Where blocks are taken from what was reserved, `step_reserved_may` and `step_reserved_cannot` have
+        those parts at each step, and free is what it was. All are empty for single steps.
         """
         flat = np.array(self._steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS))
         ends = np.array(self._ends, dtype=np.int64)
@@ -292,6 +307,9 @@ class Recorder:
         table["run_takes"] = [self._run_takes.get(i, empty) for i in rows]
         table["step_finished"] = [within.get(i, empty) for i in rows]
         table["step_cached"] = [self._run_cached.get(i, empty)[: num[i]] for i in rows]
+        nothing: tuple[list[int], list[int]] = ([], [])
+        for i, name in enumerate(("step_reserved_may", "step_reserved_cannot")):
+            table[name] = [self._run_reserved.get(row, nothing)[i][: num[row]] for row in rows]
         return table
 
     def step_ends(self) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from engine.core import checks, fastforward, groups, tiers
 from engine.core.cohort import DecodeCohort, by_key
+from engine.core.contiguous import ContiguousManager
 from engine.core.errors import CoreError, InvalidRequest, InvariantError, PolicyError
 from engine.core.fastforward import Horizon
 from engine.core.flight import CohortRows, InFlight
@@ -57,18 +58,31 @@ def _whole_numbers(key: tuple[int, ...]) -> tuple[int, ...]:
     return key
 
 
-class Scheduler:
-    """Requests in, step plans out. Deterministic; knows no clock and no executor."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self.manager = BlockManager(
+def _manager(config: SchedulerConfig) -> BlockManager:
+    if config.allocator == "paged":
+        return BlockManager(
             config.num_blocks,
             config.block_size,
             config.enable_prefix_caching,
             config.free_order,
             config.prefix_index,
         )
+    return ContiguousManager(
+        config.num_blocks,
+        config.block_size,
+        config.allocator,
+        config.placement,
+        config.max_model_len,
+        config.num_lookahead_tokens,
+    )
+
+
+class Scheduler:
+    """Requests in, step plans out. Deterministic; knows no clock and no executor."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.manager = _manager(config)
         self._cohort = DecodeCohort(config.block_size, config.num_lookahead_tokens)
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -89,6 +103,8 @@ class Scheduler:
         self._new_writes: list[BlockHash] = []
         self.run_kept_free: list[int] = []
         """Kept free blocks after each plan of the last `advance`."""
+        self.run_unreachable: list[int] = []
+        """`reserved_cannot` after each plan of the last `advance`, where blocks are reserved; otherwise empty."""
         self._lag = 0
         """Plans that were in flight when the newest plan was made."""
         self._threshold = config.long_prefill_token_threshold
@@ -150,7 +166,7 @@ class Scheduler:
             )
         if not 1 <= spec.n <= config.max_num_seqs:
             raise InvalidRequest(f"n is {spec.n}; it must be from 1 to max_num_seqs = {config.max_num_seqs}")
-        cap = min(spec.max_tokens, config.max_model_len - spec.num_prompt_tokens)
+        cap = self.manager.limit(spec, min(spec.max_tokens, config.max_model_len - spec.num_prompt_tokens))
         tokens = min(spec.num_prompt_tokens + cap - 1 + config.num_lookahead_tokens, config.max_model_len)
         blocks = -(-tokens // config.block_size)
         if blocks > config.num_blocks:
@@ -280,15 +296,17 @@ class Scheduler:
 
     def usage_row(self) -> tuple[int, ...]:
         """The same as a plain tuple, in the order of Usage."""
-        pool = self.manager.pool
+        manager = self.manager
+        pool = manager.pool
         size = self.config.block_size
+        reserved = manager.num_reserved_blocks * size
         unused = self.manager.num_table_blocks * size - self._sched_tokens
         if self.manager.cow:
             unused -= groups.unused_twice(self)
         transfer = 0
         if self.transfers is not None and self.transfers.open:
             transfer = self.transfers.blocks_held_alone() * size
-        held = (pool.num_blocks - pool.num_free) * size - unused - transfer
+        held = (pool.num_blocks - pool.num_free) * size - unused - transfer - reserved
         may = cannot = 0
         if self.config.num_lookahead_tokens or self._num_beams:
             for request in self._running:
@@ -298,10 +316,13 @@ class Scheduler:
                 limit = min(max(request.num_prompt + request.cap, first), slots)
                 may += limit - first
                 cannot += slots - limit
-        external = 0
+        external = manager.external_blocks(self._waiting.peek()) * size if self._waiting else 0
         cached = pool.num_kept_free * size
-        free = pool.num_free * size - cached
+        free = pool.num_free * size - cached - external
         tail = unused - may - cannot
+        beyond = manager.reserved_cannot
+        may += reserved - beyond
+        cannot += beyond
         return held, tail, may, cannot, external, transfer, cached, free, self._sched_tokens - held
 
     # ---- a step ----

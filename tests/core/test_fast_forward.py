@@ -24,11 +24,17 @@ def usage_by_step(recorder: Recorder, block_size: int) -> list[tuple[int, ...]]:
             if j:
                 taken = table["run_takes"][i][j % block_size] * block_size
                 cached = table["step_cached"][i][j] if len(table["step_cached"][i]) else usage.cached
+                may, cannot = usage.reserved_may, usage.reserved_cannot
+                if len(table["step_reserved_may"][i]):
+                    may, cannot = table["step_reserved_may"][i][j], table["step_reserved_cannot"][i][j]
+                drawn = usage.reserved_may + usage.reserved_cannot - may - cannot
                 usage = usage._replace(
                     held=usage.held + num,
                     tail=usage.tail + taken - num,
+                    reserved_may=may,
+                    reserved_cannot=cannot,
                     cached=cached,
-                    free=usage.free + usage.cached - cached - taken,
+                    free=usage.free + usage.cached - cached - (taken - drawn),
                 )
             context = int(table["decode_context_tokens"][i]) + j * num
             out.append((int(table["step"][i]) + j, num, context, *usage))

@@ -59,7 +59,7 @@ def request_tables(draw: st.DrawFn) -> dict[str, Any]:
 def step_tables(draw: st.DrawFn, block_size: int = 4) -> dict[str, Any]:
     """Steps and runs that follow each other without idle time."""
     now, seq = draw(times), 1
-    lists = ("step_ends_ns", "run_takes", "step_finished", "step_cached")
+    lists = ("step_ends_ns", "run_takes", "step_finished", "step_cached", "step_reserved_may", "step_reserved_cannot")
     columns: dict[str, list[Any]] = {n: [] for n in ("step", "num_steps", "start_ns", "end_ns", "num_decodes", *lists)}
     columns |= {n: [] for n in ("decode_context_tokens", "admitted", "preempted", "finished", *metrics.USAGE)}
     for _ in range(draw(st.integers(1, 6))):
@@ -68,6 +68,7 @@ def step_tables(draw: st.DrawFn, block_size: int = 4) -> dict[str, Any]:
         ends = now + np.cumsum(draw(st.lists(st.integers(1, 10**8), min_size=length, max_size=length)))
         takes = draw(st.lists(st.integers(0, 3), min_size=block_size, max_size=block_size))[:length]
         cached = draw(st.lists(st.integers(0, 9), min_size=length, max_size=length)) if draw(st.booleans()) else []
+        reserves = draw(st.booleans())
         columns["step"].append(seq)
         columns["num_steps"].append(length)
         columns["start_ns"].append(now)
@@ -76,6 +77,9 @@ def step_tables(draw: st.DrawFn, block_size: int = 4) -> dict[str, Any]:
         columns["decode_context_tokens"].append(draw(st.integers(0, 99)))
         columns["step_ends_ns"].append(ends if run else [])
         columns["run_takes"].append(takes if run else [])
+        for name in ("reserved_may", "reserved_cannot"):
+            drawn = draw(st.lists(st.integers(0, 9), min_size=length, max_size=length)) if reserves else []
+            columns[f"step_{name}"].append([blocks * block_size for blocks in drawn] if run else [])
         columns["step_cached"].append([columns_cached * block_size for columns_cached in cached] if run else [])
         for name in ("admitted", "preempted"):
             columns[name].append(draw(st.integers(0, 2)))
@@ -86,6 +90,9 @@ def step_tables(draw: st.DrawFn, block_size: int = 4) -> dict[str, Any]:
             columns[name].append(draw(st.integers(0, 50)) * block_size)
         if run and cached:
             columns["cached"][-1] = cached[0] * block_size
+        if run and reserves:
+            for name in ("reserved_may", "reserved_cannot"):
+                columns[name][-1] = columns[f"step_{name}"][-1][0]
         now, seq = int(ends[-1]), seq + length
     return {n: c if n in lists else np.array(c, dtype=np.int64) for n, c in columns.items()}
 
@@ -177,6 +184,10 @@ def test_expansion_equals_stepping_through_each_run(steps: dict[str, Any], in_fl
                 if len(steps["step_cached"][i]):
                     usage["cached"] = int(steps["step_cached"][i][j])
                 usage["free"] -= new + usage["cached"] - before
+                for name in ("reserved_may", "reserved_cannot"):
+                    if len(steps[f"step_{name}"][i]):
+                        usage["free"] += usage[name] - int(steps[f"step_{name}"][i][j])
+                        usage[name] = int(steps[f"step_{name}"][i][j])
                 lag = len(ends) - in_flight
                 assert found["start_ns"][row] == (ends[lag] if lag >= 0 else steps["start_ns"][0])
             else:
