@@ -56,6 +56,8 @@ _MUST_AGREE = (
     "scheduler_reserve_full_isl",
     "same_step",
     "free_order",
+    "allocator",
+    "placement",
     "prefix_index",
     "scheduling_policy",
     "async_scheduling",

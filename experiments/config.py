@@ -108,6 +108,19 @@ class Config:
     )
     kv_cache_dtype: str = _option("auto", "memory", "type of keys and values; auto: that of the model", choices=DTYPES)
     enable_prefix_caching: bool = _option(True, "memory", "reuse the KV blocks of equal prefixes")
+    allocator: str = _option(
+        "paged",
+        "memory",
+        "paged, or one contiguous run of blocks a request, reserved for the longest request (max), the output's length "
+        "rounded up to a power of two (pow2), or exactly that (oracle); these cache no prefixes",
+        choices=("paged", "contiguous-max", "contiguous-pow2", "contiguous-oracle"),
+    )
+    placement: str = _option(
+        "first-fit",
+        "memory",
+        "where a contiguous run is put",
+        choices=("first-fit", "best-fit", "buddy"),
+    )
     swap_space: float = _option(
         0.0, "memory", "host memory for swapped blocks; only 0 so far", unit="GiB", low=0, high=0
     )

@@ -125,7 +125,9 @@ def warm_up(engine: Engine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
     vocab = engine.model.config.vocab_size
     prompts = [rng.integers(0, vocab, prompt).tolist() for _ in range(WARM_UP_REQUESTS)]
-    engine.serve(ListSource(EngineRequest(row, tokens, params) for row, tokens in enumerate(prompts)))
+    engine.serve(
+        ListSource(EngineRequest(row, tokens, params, oracle_tokens=count) for row, tokens in enumerate(prompts))
+    )
 
 
 def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:

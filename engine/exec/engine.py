@@ -79,6 +79,8 @@ class EngineArgs:
     scheduler_reserve_full_isl: bool | None = None
     same_step: str | None = None
     free_order: str | None = None
+    allocator: str | None = None
+    placement: str | None = None
     prefix_index: str | None = None
     scheduling_policy: str | None = None
     async_scheduling: bool = False
@@ -413,6 +415,8 @@ def _scheduler_config(args: EngineArgs, model: DecoderConfig, dtype: torch.dtype
         "scheduler_reserve_full_isl",
         "same_step",
         "free_order",
+        "allocator",
+        "placement",
         "prefix_index",
         "scheduling_policy",
     ):

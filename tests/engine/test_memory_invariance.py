@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch", reason="the engine extra (torch) is not ins
 from hypothesis import event, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from engine.exec.engine import EngineRequest, ListSource  # noqa: E402
 from engine.exec.llm import LLM  # noqa: E402
 from engine.exec.sampler import SamplingParams  # noqa: E402
 from engine.exec.tiny import TINY  # noqa: E402
@@ -115,3 +117,49 @@ def test_outputs_do_not_depend_on_how_memory_and_time_are_cut_up(
     event(f"preempted: {sum(recorder.requests()['num_preemptions']) > 0}")
     event(f"prefix hits: {sum(recorder.requests()['cached_tokens']) > 0}")
     assert outputs == expected()
+
+
+@functools.cache
+def greedy():
+    """The 24 prompts, greedy, and their outputs one at a time from ample paged memory."""
+    prompts, params = requests()
+    params = [dataclasses.replace(param, temperature=0.0, top_p=1.0, top_k=0) for param in params]
+    return prompts, params, contiguous(prompts, params, max_num_seqs=1, num_gpu_blocks_override=200)[0]
+
+
+def contiguous(prompts, params, lengths=None, **options):
+    """Output tokens of all requests in float64 under an allocator, the steps, and most requests that ran at once."""
+    llm = LLM("tiny", loaded(), dtype="float64", max_model_len=LONGEST, block_size=8, **options)
+    source = ListSource(
+        EngineRequest(row, prompt, param, oracle_tokens=lengths[row] if lengths else 0)
+        for row, (prompt, param) in enumerate(zip(prompts, params, strict=True))
+    )
+    recorder = llm.engine.serve(source, check=True).recorder
+    assert not source.reasons
+    return [source.finishes[row][0].output_tokens for row in range(len(prompts))], recorder
+
+
+@pytest.mark.parametrize("placement", ["first-fit", "best-fit", "buddy"])
+@pytest.mark.parametrize("allocator", ["contiguous-max", "contiguous-pow2", "contiguous-oracle"])
+def test_contiguous_runs_give_the_outputs_of_pages(allocator, placement):
+    """Under pressure, with requests queueing for a hole, contiguous runs served by the same kernels change no token."""
+    prompts, params, expected = greedy()
+    blocks = 2 * 32 + 7  # two runs of the longest, and a rest that only shorter ones fit into
+    outputs, recorder = contiguous(
+        prompts,
+        params,
+        [len(tokens) for tokens in expected],
+        allocator=allocator,
+        placement=placement,
+        num_gpu_blocks_override=blocks,
+        async_scheduling=placement == "best-fit",
+    )
+    assert outputs == expected
+    steps = recorder.steps()
+    assert max(steps["num_waiting"]) > 0
+    assert 2 <= max(steps["num_running"]) < len(prompts)
+    assert sum(recorder.requests()["num_preemptions"]) == 0
+    sums = sum(steps[name] for name in ("held", "tail", "reserved_may", "reserved_cannot", "external", "free"))
+    assert set(sums.tolist()) == {blocks * 8}
+    if allocator == "contiguous-max":
+        assert min(steps["reserved_cannot"]) > 0
