@@ -46,6 +46,8 @@ OUT_OF_RANGE: list[tuple[str, object, str]] = [
     ("same_step", "sometimes", "share, off, defer"),
     ("free_order", "lru", "single-queue, blank-first"),
     ("prefix_index", "trie", "hash, radix"),
+    ("allocator", "contiguous", "paged, contiguous-max, contiguous-pow2, contiguous-oracle"),
+    ("placement", "worst-fit", "first-fit, best-fit, buddy"),
     ("preemption_mode", "kill", "recompute, swap, swap-groups, auto, reject"),
     ("scheduling_policy", "lifo", "fcfs, priority"),
 ]
