@@ -35,6 +35,9 @@ oracle: venv
 test-oracle: venv
 	$(BIN)/python -m pytest -n 0 -m oracle tests/oracle
 
+bench-core: venv
+	$(BIN)/python benchmarks/core.py
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

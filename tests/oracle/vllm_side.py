@@ -10,6 +10,7 @@ vLLM prints goes to standard error.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -123,10 +124,9 @@ def watch_pool(pool: Any) -> tuple[list[int], list[int]]:
     return taken, evicted
 
 
-def answer_of(scheduler: Any, plan: Any, tokens: list[list[int]]) -> list[Any]:
-    """The step has run, with these tokens sampled; what vLLM makes of it."""
-    names = list(plan.num_scheduled_tokens)
-    done = ModelRunnerOutput(
+def model_output(names: list[str], tokens: list[list[int]]) -> ModelRunnerOutput:
+    """What a step that ran these requests gives, with these tokens sampled."""
+    return ModelRunnerOutput(
         req_ids=names,
         req_id_to_index={name: i for i, name in enumerate(names)},
         sampled_token_ids=tokens,
@@ -134,6 +134,11 @@ def answer_of(scheduler: Any, plan: Any, tokens: list[list[int]]) -> list[Any]:
         prompt_logprobs_dict={},
         pooler_output=[],
     )
+
+
+def answer_of(scheduler: Any, plan: Any, tokens: list[list[int]]) -> list[Any]:
+    """The step has run; what vLLM makes of it."""
+    done = model_output(list(plan.num_scheduled_tokens), tokens)
     return [output for part in scheduler.update_from_output(plan, done).values() for output in part.outputs]
 
 
@@ -225,52 +230,53 @@ def hits_of(scheduler: Any, plan: Any, size: int) -> list[list[Any]]:
     ]
 
 
-def bench(num_seqs: int, num_blocks: int, full: bool, repeats: int) -> dict[str, Any]:
-    """Median times of `schedule` and `update_from_output`, in microseconds, while `num_seqs` requests decode.
+def bench(num_seqs: int, num_blocks: int, full: bool, repeats: int) -> dict[str, float]:
+    """Median CPU time of `schedule` and `update_from_output`, in microseconds, while `num_seqs` requests decode.
 
-    The same work as benchmarks/core.py measures of ours. `full`: every free block holds cached content beforehand, so
-    that each block taken evicts.
+    The same work as in benchmarks/core.py. `full`: every free block holds cached content beforehand, so that each
+    block taken evicts.
     """
     config = {
         "block_size": 16,
         "num_gpu_blocks": num_blocks + 1,
-        "max_num_seqs": max(num_seqs, 1),
+        "max_num_seqs": num_seqs,
         "max_num_batched_tokens": 1 << 20,
-        "max_model_len": 65536,
+        "max_model_len": 65_536,
         "enable_prefix_caching": True,
     }
     scheduler = make_scheduler(config, 1)
-    name = 0
+    times: list[tuple[float, float]] = []
 
-    def run(prompts: list[list[int]], out: int, turns: int) -> list[tuple[float, float]]:
-        nonlocal name
-        for prompt in prompts:
-            scheduler.add_request(make_request(str(name), prompt, out, config))
-            name += 1
-        times = []
+    def run(turns: int) -> None:
         for _ in range(turns):
-            start = time.perf_counter()
+            start = time.thread_time()
             plan = scheduler.schedule()
-            decided = time.perf_counter()
-            tokens = [[7] for _ in plan.num_scheduled_tokens]
-            done = time.perf_counter()
-            answer_of(scheduler, plan, tokens)
-            times.append((decided - start, time.perf_counter() - done))
-        return times
+            decided = time.thread_time()
+            names = list(plan.num_scheduled_tokens)
+            outcome = model_output(names, [[7] for _ in names])
+            done = time.thread_time()
+            scheduler.update_from_output(plan, outcome)
+            times.append((decided - start, time.thread_time() - done))
 
+    left = num_blocks if full else 0
+    while left:
+        blocks = min(left, 4_000)
+        scheduler.add_request(make_request(f"fill {left}", [left + 10, *[3] * (blocks * 16 - 1)], 1, config))
+        run(1)
+        left -= blocks
     if full:
-        left = num_blocks
-        while left:
-            blocks = min(left, 4000)
-            run([[name + 10, *[3] * (blocks * 16 - 1)]], 1, 1)
-            left -= blocks
-    prompts = [[10_000 + i, *[5] * 127] for i in range(num_seqs)]
-    run(prompts, repeats + 10, 5)
-    times = run([], 0, repeats)
+        assert sum(block.block_hash is not None for block in scheduler.kv_cache_manager.block_pool.blocks) == num_blocks
+    for i in range(num_seqs):
+        scheduler.add_request(make_request(str(i), [200_000 + i, *[5] * (127 + i % 16)], repeats + 20, config))
+    run(5)
+    times.clear()
+    gc.collect()
+    gc.freeze()
+    run(repeats)
     return {
         "schedule_us": median(a for a, _ in times) * 1e6,
         "complete_us": median(b for _, b in times) * 1e6,
-        "step_us": sum(a + b for a, b in times) / len(times) * 1e6,
+        "step_us": median(a + b for a, b in times) * 1e6,
     }
 
 
