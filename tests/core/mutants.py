@@ -22,6 +22,8 @@ from engine.core import fastforward as fastforward_module
 from engine.core import groups as groups_module
 from engine.core import tiers as tiers_module
 from engine.core.cohort import DecodeCohort
+from engine.core.contiguous import ContiguousManager
+from engine.core.extents import BestFit, Buddy, ExtentPool, FirstFit, Holes
 from engine.core.host import HostBlocks, Transfers
 from engine.core.identity import SpanIdentity, TokenIdentity
 from engine.core.index import HashIndex
@@ -881,6 +883,134 @@ MUTANTS: list[Mutant] = [
         "_choose_victim",
         "while loading and self._running[last].id in loading:",
         "while False:",
+    ),
+    # ---- contiguous runs
+    _mutant(
+        "a hole apart from the one before it", "extents", Holes, "give_back", "if before is not None:", "if False:"
+    ),
+    _mutant(
+        "a hole apart from the one behind it",
+        "extents",
+        Holes,
+        "give_back",
+        "if first + size in self._size_at:",
+        "if False:",
+    ),
+    _mutant(
+        "first fit from the back", "extents", FirstFit, "_choose", "if tree[node] < num:", "if tree[node + 1] >= num:"
+    ),
+    _mutant("best fit takes the largest", "extents", BestFit, "_choose", "bisect_left(self._by_size, (num, 0))", "-1"),
+    _mutant(
+        "a buddy merged with a part of its buddy",
+        "extents",
+        Buddy,
+        "give_back",
+        "self._size_at.get(first ^ size) == size",
+        "(first ^ size) in self._size_at",
+    ),
+    _mutant(
+        "a buddy keeps what it was rounded up by",
+        "extents",
+        ExtentPool,
+        "drop_run",
+        "self._holes.give_back(first, run.size)",
+        "self._holes.give_back(first, run.num_blocks)",
+    ),
+    _mutant(
+        "a run given back twice",
+        "extents",
+        ExtentPool,
+        "drop_run",
+        "self._runs.pop(first, None)",
+        "self._runs.get(first)",
+    ),
+    _mutant(
+        "free blocks counted where a hole matters",
+        "contiguous",
+        ContiguousManager,
+        "fits",
+        "self.extents.has_room(blocks) and ",
+        "",
+    ),
+    _mutant(
+        "a watermark that overlooks the rounding",
+        "contiguous",
+        ContiguousManager,
+        "fits",
+        "self.extents.rounded(blocks) + spare",
+        "blocks + spare",
+    ),
+    _mutant(
+        "a buddy's largest run taken for the pool",
+        "contiguous",
+        ContiguousManager,
+        "limit",
+        "if blocks > self.extents.longest_run:",
+        "if blocks > self.extents.num_blocks:",
+    ),
+    _mutant(
+        "an oracle not held to its promise",
+        "contiguous",
+        ContiguousManager,
+        "limit",
+        "return min(cap, self._num_outputs(spec))",
+        "return cap",
+    ),
+    _mutant(
+        "the power of two above a power of two",
+        "contiguous",
+        ContiguousManager,
+        "_num_outputs",
+        "(length - 1).bit_length()",
+        "length.bit_length()",
+    ),
+    _mutant(
+        "a run without the lookahead",
+        "contiguous",
+        ContiguousManager,
+        "_num_blocks",
+        " + self._lookahead",
+        "",
+    ),
+    _mutant(
+        "slots out of reach that are in use still counted",
+        "contiguous",
+        ContiguousManager,
+        "free",
+        "self._cannot -= self._unreachable(request, run)",
+        "pass",
+    ),
+    _mutant(
+        "external slots of another head",
+        "contiguous",
+        ContiguousManager,
+        "external_blocks",
+        "if self._external[0] != size:",
+        "if not self._external[0]:",
+    ),
+    _mutant(
+        "external slots of older holes",
+        "contiguous",
+        ContiguousManager,
+        "free",
+        "self._external = (0, 0)",
+        "pass",
+    ),
+    _mutant(
+        "a run of steps takes reserved blocks from the free",
+        "contiguous runs",
+        Recorder,
+        "advanced",
+        "drawn = new",
+        "drawn = 0",
+    ),
+    _mutant(
+        "a run of steps keeps what is out of reach",
+        "contiguous runs",
+        ContiguousManager,
+        "append_block_each",
+        "self.run_unreachable.append(self._cannot)",
+        "self.run_unreachable.append(self.run_unreachable[0] if self.run_unreachable else self._cannot)",
     ),
 ]
 

@@ -90,6 +90,18 @@ def test_what_is_reserved(allocator: str, blocks: int, may: int, cannot: int) ->
     scheduler.check()
 
 
+@pytest.mark.parametrize(
+    ("outputs", "reserved"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (25, 32), (32, 32), (33, 63)]
+)
+def test_the_next_power_of_two(outputs: int, reserved: int) -> None:
+    """contiguous-pow2 reserves the next power of two of the output, less where the model's length ends before."""
+    config = SchedulerConfig(num_blocks=70, block_size=1, max_model_len=64, allocator="contiguous-pow2")
+    scheduler, _ = served(config, RequestSpec(0, 1, 60, oracle_tokens=outputs))
+    assert 70 - scheduler.usage().free == 1 + reserved
+    scheduler, _ = served(config, RequestSpec(0, 1, outputs))
+    assert 70 - scheduler.usage().free == 1 + reserved
+
+
 def test_what_a_buddy_rounds_up_can_hold_no_token() -> None:
     """A run of 5 blocks takes 8 under buddy, and the 3 count as reserved for what cannot come."""
     config = SchedulerConfig(
@@ -174,7 +186,7 @@ def test_the_exact_minimum_is_accepted_and_ends(allocator: str) -> None:
 def test_a_watermark_counts_blocks_that_are_left() -> None:
     """R6: an admission leaves the watermark free, what a buddy rounds up counted."""
     config = SchedulerConfig(
-        num_blocks=16, block_size=1, max_model_len=16, watermark=0.25, allocator="contiguous-oracle", placement="buddy"
+        num_blocks=16, block_size=1, max_model_len=16, watermark=0.125, allocator="contiguous-oracle", placement="buddy"
     )
     scheduler = Scheduler(config)
     for _ in range(3):

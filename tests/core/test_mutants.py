@@ -7,7 +7,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+import test_contiguous
 import test_core_config
+import test_extents
 import test_forks
 import test_identity
 import test_index
@@ -21,12 +23,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import run_state_machine_as_test
 from mutants import EQUIVALENT, MUTANTS, Mutant, applied
 from shadow import play
-from strategies import cases, fast_cases
+from strategies import cases, contiguous_cases, fast_cases
 from test_fast_forward import same_both_ways
 from test_index import run_index_machine
 from test_pool import run_pool_machine
 
-from engine.core import Scheduler
+from engine.core import RequestSpec, Scheduler
 
 NO_SHRINKING: dict[str, Any] = {
     "phases": [Phase.generate],
@@ -43,7 +45,7 @@ def generated(fast: bool, num: int, of: str = "") -> tuple[Case, ...]:
     drawn: list[Case] = []
 
     @settings(max_examples=num, **NO_SHRINKING)
-    @given(fast_cases() if fast else cases(of=of))
+    @given(contiguous_cases(fast=fast) if of == "contiguous" else fast_cases() if fast else cases(of=of))
     def draw(case: Case) -> None:
         drawn.append(case)
 
@@ -59,6 +61,28 @@ def programs() -> None:
 def programs_of(kind: str) -> None:
     for case in generated(False, 300, kind):
         play(case)
+
+
+def extents() -> None:
+    test_extents.test_the_placements_differ()
+    run_state_machine_as_test(
+        test_extents.ExtentMachine, settings=settings(max_examples=40, stateful_step_count=25, **NO_SHRINKING)
+    )
+
+
+def contiguous() -> None:
+    test_contiguous.test_a_watermark_counts_blocks_that_are_left()
+    test_contiguous.test_an_oracle_that_promised_too_little_ends_its_request()
+    options: dict[str, object] = {"allocator": "contiguous-oracle", "placement": "buddy"}
+    spec = RequestSpec(0, 60, 20, oracle_tokens=10)
+    test_contiguous.test_what_can_never_be_placed_is_refused(options, spec, "8 in a row")
+    test_contiguous.test_the_next_power_of_two(4, 4)
+    programs_of("contiguous")
+
+
+def contiguous_runs() -> None:
+    for case in generated(True, 150, "contiguous"):
+        same_both_ways(case)
 
 
 def chunks() -> None:
@@ -121,6 +145,9 @@ CHECKS: dict[str, Callable[[], object]] = {
     "copy sources": test_forks.test_the_source_of_a_copy_is_no_target_in_the_same_step,
     "loading victim": test_tiers.test_a_request_that_loads_is_no_victim,
     "promises": test_tiers.test_what_a_loading_prompt_still_needs_is_promised_to_it,
+    "extents": extents,
+    "contiguous": contiguous,
+    "contiguous runs": contiguous_runs,
     "chunks": chunks,
     "aborts": aborts,
     "fast-forward": fast_forward,
