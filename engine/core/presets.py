@@ -10,7 +10,7 @@ from engine.core.extents import PLACEMENTS
 from engine.core.policies import ORDERS, Policy
 from engine.core.pool import FREE_ORDERS
 
-__all__ = ["PREEMPTION_MODES", "PRESETS", "SAME_STEP", "SchedulerConfig", "preset", "usable_blocks"]
+__all__ = ["PREEMPTION_MODES", "PRESETS", "SAME_STEP", "SchedulerConfig", "host_blocks", "preset", "usable_blocks"]
 
 SAME_STEP = ("share", "off", "defer")
 PREFIX_INDICES = ("hash", "radix")
@@ -175,3 +175,9 @@ def preset(name: str) -> dict[str, object]:
 def usable_blocks(num_blocks: int, preset_name: str | None) -> int:
     """How many of `num_blocks` KV blocks requests can have: vLLM keeps one of them for itself, the null block."""
     return num_blocks - 1 if preset_name is not None and preset_name.startswith("vllm-") else num_blocks
+
+
+def host_blocks(swap_space: float, kv_offloading_size: float, preemption_mode: str, block_bytes: int) -> int:
+    """Blocks of host memory: both sizes, in GiB, over a block's bytes. Swap space counts where something swaps."""
+    swaps = preemption_mode in ("swap", "auto", "swap-groups")
+    return int(((swap_space if swaps else 0.0) + kv_offloading_size) * (1 << 30)) // block_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from engine.core.blockmap import BlockRecorder
+from engine.core.cost import CostModel
 from engine.core.drive import Abort, Add, StepHook, Wait, drive
 from engine.core.errors import ConfigError
 from engine.core.identity import TokenIdentity
 from engine.core.policies import Policy
-from engine.core.presets import SchedulerConfig, preset
+from engine.core.presets import SchedulerConfig, host_blocks, preset
 from engine.core.records import DecisionLog, Recorder
 from engine.core.scheduler import Scheduler
 from engine.core.types import NO_LIMIT, BlockIdentity, Finish, RequestSpec, StepEvents, StepOutcome, StepPlan
@@ -33,7 +34,7 @@ from engine.exec.weights import LoadedModel, load_model
 from engine.models.config import DecoderConfig
 from engine.models.errors import OptionError
 from engine.models.llama import Decoder
-from kernels.cache import PagedKVCache
+from kernels.cache import HostKVCache, PagedKVCache
 
 __all__ = [
     "DTYPES",
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+PARALLEL_SAMPLING = ("fork", "requests")
 _DEFAULT_CACHE_BYTES = 1 << 30
 _MEMORY_SHARE = 0.4
 """Of the machine's available memory, at most, for a KV cache whose size nobody named."""
@@ -83,6 +85,16 @@ class EngineArgs:
     placement: str | None = None
     prefix_index: str | None = None
     scheduling_policy: str | None = None
+    preemption_mode: str | None = None
+    swap_space: float = 0.0
+    """GiB of host memory for swapped sequences, where `preemption_mode` swaps."""
+    kv_offloading_size: float = 0.0
+    """GiB of host memory behind the prefix cache; above 0, evicted blocks are kept there."""
+    cost_model: CostModel | None = None
+    """For preemption_mode `auto`; both paths' costs, from a calibration."""
+    parallel_sampling: str = "fork"
+    """How `n` above 1 is served: `fork` shares blocks by reference, and a sequence copies the last one when it writes
+    to it; `requests` makes n requests that share by the prefix cache, as vLLM V1 does."""
     async_scheduling: bool = False
     """Two steps in flight: the next step is scheduled while one runs."""
     policies: tuple[Policy, ...] = field(default=())
@@ -126,7 +138,10 @@ class RequestSource(Protocol):
     def rejected(self, row: int, reason: str, now: int) -> None: ...
 
     def finished(self, row: int, state: RequestState, finish: Finish, now: int) -> None:
-        """The request has ended; `finish.reason` is stop, length or abort."""
+        """A sequence of the request has ended; `finish.reason` is stop, length, abort or no-memory.
+
+        Called once all of the request's sequences have ended, for each of them in the order of `state.index`.
+        """
         ...
 
 
@@ -135,7 +150,8 @@ class ListSource:
 
     def __init__(self, requests: Iterable[EngineRequest]) -> None:
         self._requests = list(requests)
-        self.finishes: dict[int, tuple[RequestState, Finish]] = {}
+        self.finishes: dict[int, list[tuple[RequestState, Finish]]] = {}
+        """One entry a sequence."""
         self.reasons: dict[int, str] = {}
         """Why a request was rejected."""
 
@@ -156,7 +172,7 @@ class ListSource:
         self.reasons[row] = reason
 
     def finished(self, row: int, state: RequestState, finish: Finish, now: int) -> None:
-        self.finishes[row] = (state, finish)
+        self.finishes.setdefault(row, []).append((state, finish))
 
 
 class Served(NamedTuple):
@@ -167,37 +183,59 @@ class Served(NamedTuple):
     log: DecisionLog | None
 
 
+class _Row(NamedTuple):
+    """What the inbox knows of a request that was accepted."""
+
+    states: dict[int, RequestState]
+    """Its sequences by the scheduler's ids, in the order of their index, also those that have not begun."""
+    live: set[int]
+    """Those that have begun and not ended."""
+    ends: dict[int, Finish]
+
+
 class _Inbox:
     """The core's view of a source: makes specs of requests, and tells the executor of what was accepted."""
 
     def __init__(
-        self, source: RequestSource, executor: TorchExecutor, recorder: Recorder, block_size: int, vocab_size: int
+        self,
+        source: RequestSource,
+        executor: TorchExecutor,
+        recorder: Recorder,
+        config: SchedulerConfig,
+        vocab_size: int,
+        forks: bool = True,
     ) -> None:
         self._source = source
         self._executor = executor
         self._recorder = recorder
-        self._block_size = block_size
+        self._block_size = config.block_size
+        self._longest = config.max_model_len
         self._vocab_size = vocab_size
+        self._forks = forks
         self._waiting: dict[int, EngineRequest] = {}
-        self._request_of: dict[int, int] = {}
+        self._rows: dict[int, _Row] = {}
         self.row_of: dict[int, int] = {}
 
     def drain(self, now: int) -> Iterable[Add | Abort]:
         for item in self._source.due(now):
             if isinstance(item, int):
-                request = self._request_of.get(item)
-                if request is not None:
-                    yield Abort(request)
+                if item in self._rows:
+                    for request in list(self._rows[item].live):
+                        yield Abort(request)
                 continue
+            params = item.params
+            together = self._forks or params.use_beam_search
             spec = RequestSpec(
                 item.arrival,
                 len(item.prompt),
-                item.params.max_tokens,
+                params.max_tokens,
                 item.identity or TokenIdentity(item.prompt, self._block_size),
                 item.priority,
                 item.deadline,
                 item.tenant,
+                n=params.num_sequences if together else 1,
                 oracle_tokens=item.oracle_tokens,
+                beam=params.use_beam_search and params.num_sequences > 1,
             )
             reason = self._unknown_token(item)
             if reason is not None:
@@ -205,7 +243,13 @@ class _Inbox:
                 self._source.rejected(item.row, reason, now)
                 continue
             self._waiting[item.row] = item
+            # Requests of their own each need an identity of their own, made before the first one grows.
+            others = [] if together else [spec.identity.fork() for _ in range(params.num_sequences - 1)]
             yield Add(spec, item.row)
+            for identity in others:
+                if item.row in self._rows:
+                    yield Add(spec._replace(identity=identity), item.row)
+            self._waiting.pop(item.row, None)
 
     def _unknown_token(self, item: EngineRequest) -> str | None:
         """Why the model cannot take the request's token ids; None: it can."""
@@ -216,11 +260,32 @@ class _Inbox:
         return None
 
     def accepted(self, row: int, request: int) -> None:
-        item = self._waiting.pop(row)
-        state = self._executor.add(request, item.prompt, item.params)
+        item = self._waiting[row]
+        params = item.params
+        longest = min(params.max_tokens, self._longest - len(item.prompt))
+        known = self._rows.get(row)
+        if known is None:
+            self._rows[row] = known = _Row({}, set(), {})
+        if self._forks or params.use_beam_search:
+            state = self._executor.add(request, item.prompt, params, longest)
+            known.states.update((request + sequence.index, sequence) for sequence in state.siblings)
+        else:
+            index = len(known.states)
+            seed = None if params.seed is None else params.seed + index
+            alone = replace(params, n=1, best_of=1 if params.best_of else None, seed=seed)
+            state = self._executor.add(request, item.prompt, alone, longest)
+            state.index = index
+            known.states[request] = state
         self.row_of[request] = row
-        self._request_of[row] = request
-        self._source.accepted(row, request, state)
+        known.live.add(request)
+        if state.index == 0:
+            self._source.accepted(row, request, state)
+
+    def forked(self, parent: int, child: int) -> None:
+        """A sequence has begun."""
+        row = self.row_of[parent]
+        self.row_of[child] = row
+        self._rows[row].live.add(child)
 
     def rejected(self, row: int, reason: str, now: int) -> None:
         del self._waiting[row]
@@ -233,12 +298,33 @@ class _Inbox:
         return self._source.is_open()
 
     def ended(self, finish: Finish, now: int) -> None:
-        state = self._executor.state(finish.request)
-        self._executor.forget(finish.request)
-        state.finish(finish.num_output_tokens)
+        """A sequence has ended; with the last one of its request, the source is told."""
         row = self.row_of.pop(finish.request)
-        del self._request_of[row]
-        self._source.finished(row, state, finish, now)
+        known = self._rows[row]
+        known.states[finish.request].finish(finish.num_output_tokens)
+        known.ends[finish.request] = finish
+        known.live.discard(finish.request)
+        if known.live:
+            return
+        del self._rows[row]
+        for request, state in known.states.items():
+            self._executor.forget(request)
+            if request not in known.ends:  # the request ended before its sequences began
+                state.finish(0)
+                known.ends[request] = finish._replace(request=request)
+        _rank(known)
+        for request, state in known.states.items():
+            self._source.finished(row, state, known.ends[request], now)
+
+
+def _rank(row: _Row) -> None:
+    """Give the sequences of a beam what the search has found, best first."""
+    for place, (request, state) in enumerate(row.states.items()):
+        if state.beam is None or not state.beam.num_outputs:
+            return
+        state.result = found = state.beam.results()[place]
+        if row.ends[request].reason in ("stop", "length"):
+            row.ends[request] = row.ends[request]._replace(reason="stop" if found.stopped else "length")
 
 
 class Engine:
@@ -266,11 +352,18 @@ class Engine:
         cache_bytes = (
             self.config.num_blocks * self.config.block_size * config.kv_elements_per_token * self.dtype.itemsize
         )
-        if cache_bytes > _available_memory():
-            needed, free = cache_bytes / 2**30, _available_memory() / 2**30
+        block_bytes = self.config.block_size * config.kv_elements_per_token * self.dtype.itemsize
+        free = _available_memory()
+        if cache_bytes > free:
             raise OptionError(
-                f"num_gpu_blocks_override: {self.config.num_blocks} KV blocks take {needed:.1f} GiB, and this machine "
-                f"has {free:.1f} GiB free; give fewer"
+                f"num_gpu_blocks_override: {self.config.num_blocks} KV blocks take {cache_bytes / 2**30:.1f} GiB, and "
+                f"this machine has {free / 2**30:.1f} GiB free; give fewer"
+            )
+        if cache_bytes + self.config.num_host_blocks * block_bytes > free:
+            raise OptionError(
+                f"swap_space and kv_offloading_size: {self.config.num_host_blocks} host blocks take "
+                f"{self.config.num_host_blocks * block_bytes / 2**30:.1f} GiB, and this machine has "
+                f"{(free - cache_bytes) / 2**30:.1f} GiB free beside the KV pool; give less"
             )
         self.cache = PagedKVCache(
             config.num_layers,
@@ -280,7 +373,8 @@ class Engine:
             config.head_dim,
             self.dtype,
         )
-        self.runner = ModelRunner(self.decoder, self.cache)
+        self.host = HostKVCache(self.cache, self.config.num_host_blocks) if self.config.num_host_blocks else None
+        self.runner = ModelRunner(self.decoder, self.cache, self.host)
         self.clock = Clock()
         self._wake = threading.Event()
         self.tokenizer = self.model.tokenizer
@@ -305,9 +399,12 @@ class Engine:
         recorder = Recorder(scheduler, BlockRecorder(scheduler, record_blocks) if record_blocks else None)
         log = DecisionLog(scheduler) if log_decisions else None
         executor = self.make_executor()
-        inbox = _Inbox(source, executor, recorder, self.config.block_size, self.model.config.vocab_size)
+        forks = self.args.parallel_sampling == "fork"
+        inbox = _Inbox(source, executor, recorder, self.config, self.model.config.vocab_size, forks)
 
         def step_done(plan: StepPlan, outcome: StepOutcome, events: StepEvents) -> None:
+            for parent, child in events.forked:
+                inbox.forked(parent, child)
             for finish in events.finished:
                 inbox.ended(finish, outcome.end)
             if on_step is not None:
@@ -345,7 +442,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the memory back. The engine cannot serve afterwards."""
-        for name in ("runner", "cache", "decoder"):
+        for name in ("runner", "cache", "host", "decoder"):
             self.__dict__.pop(name, None)
 
     def make_executor(self) -> TorchExecutor:
@@ -419,11 +516,24 @@ def _scheduler_config(args: EngineArgs, model: DecoderConfig, dtype: torch.dtype
         "placement",
         "prefix_index",
         "scheduling_policy",
+        "preemption_mode",
+        "cost_model",
     ):
         value = getattr(args, name)
         if value is not None:
             options[name] = value
+    for name in ("swap_space", "kv_offloading_size"):
+        if not getattr(args, name) >= 0:
+            raise OptionError(f"{name} is {getattr(args, name)}; it must be 0 or more GiB")
+    if args.parallel_sampling not in PARALLEL_SAMPLING:
+        raise OptionError(
+            f"parallel_sampling is {args.parallel_sampling!r}; choose one of {', '.join(PARALLEL_SAMPLING)}"
+        )
+    block_bytes = model.kv_elements_per_token * args.block_size * dtype.itemsize
+    mode = str(options.get("preemption_mode", "recompute"))
     options.update(
+        num_host_blocks=host_blocks(args.swap_space, args.kv_offloading_size, mode, block_bytes),
+        host_tier=args.kv_offloading_size > 0,
         num_blocks=num_blocks,
         max_model_len=longest,
         block_size=args.block_size,

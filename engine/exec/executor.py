@@ -6,12 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from engine.core.errors import InvariantError
-from engine.core.types import Finish, PlanItem, PlanView, StepOutcome, StepPlan
+from engine.core.types import BlockCopy, Finish, PlanItem, PlanView, StepOutcome, StepPlan, TransferEnd
+from engine.exec.beam import BeamGroup, Hypothesis
 from engine.exec.detokenizer import Detokenizer
 from engine.exec.runner import ModelRunner, Row
 from engine.exec.sampler import Logprob, SampleRow, SamplingParams, sample, uniform
@@ -35,17 +37,21 @@ class Clock:
 
 
 class RequestState:
-    """One request's tokens and text. Only the step that runs changes it; between steps anybody may read it."""
+    """One sequence's tokens and text. Only the step that runs changes it; between steps anybody may read it."""
 
     __slots__ = (
         "_final",
         "_tokens",
+        "beam",
         "detokenizer",
+        "index",
         "key",
         "logprobs",
         "num_prompt",
         "num_tokens",
         "params",
+        "result",
+        "siblings",
         "stop_reason",
         "stopped",
         "stops",
@@ -71,6 +77,13 @@ class RequestState:
         self.logprobs: list[dict[int, Logprob]] = []
         self.stopped = False
         self._final: int | None = None
+        self.index = 0
+        """Which of its request's sequences it is."""
+        self.siblings: list[RequestState] = [self]
+        """All sequences of its request, by index."""
+        self.beam: BeamGroup | None = None
+        self.result: Hypothesis | None = None
+        """What a beam search has found in `index`-th place, once it has ended."""
         self.stop_reason: int | str | None = None
         """The stop string or the entry of stop_token_ids that ended it; None for an end-of-sequence token."""
 
@@ -85,6 +98,8 @@ class RequestState:
 
     @property
     def output_tokens(self) -> list[int]:
+        if self.result is not None:
+            return list(self.result.tokens)
         count = self.num_outputs if self._final is None else self._final
         tokens: list[int] = self._tokens[self.num_prompt : self.num_prompt + count].tolist()
         return tokens
@@ -118,6 +133,11 @@ class RequestState:
                 self.stopped, self.stop_reason = True, met
         return self.stopped
 
+    def become(self, outputs: Sequence[int]) -> None:
+        """Go on with the output of a sequence of the same prompt."""
+        self.num_tokens = self.num_prompt + len(outputs)
+        self._tokens[self.num_prompt : self.num_tokens] = outputs
+
     def finish(self, num_outputs: int) -> None:
         """The output is complete with this many tokens; a step that still runs the request adds nothing.
 
@@ -132,16 +152,20 @@ class RequestState:
 class _Job:
     """A submitted step, with everything copied that the scheduler may change later."""
 
-    __slots__ = ("rows", "seq", "states")
+    __slots__ = ("plan", "rows", "seq", "states")
 
-    def __init__(self, seq: int, rows: list[Row], states: list[RequestState]) -> None:
-        self.seq = seq
+    def __init__(self, plan: StepPlan, rows: list[Row], states: list[RequestState]) -> None:
+        self.seq = plan.seq
+        self.plan = plan
+        """For its block moves, which do not change."""
         self.rows = rows
         self.states = states
 
 
 class TorchExecutor:
-    """Runs steps in the order of `submit`, each as one forward pass and one round of sampling.
+    """Runs steps in the order of `submit`, each as its block moves, one forward pass and one round of sampling.
+
+    A CPU has no link beside which it could compute: transfers are done in the step that begins them, after its copies.
 
     With one step in flight a step runs inside `collect`. With two a thread of the executor's own runs them, so that
     the next step can be scheduled meanwhile; a row then finds the token that the step before it sampled, because
@@ -177,17 +201,39 @@ class TorchExecutor:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
-    def add(self, request: int, prompt: Sequence[int], params: SamplingParams) -> RequestState:
-        """Take in a request under the scheduler's id for it; its state is the executor's until `forget`."""
-        key = params.seed
-        if key is None:
-            key = int(uniform(self._seed, request) * 2**53)
-        detokenizer = None
-        if params.detokenize and self._tokenizer is not None:
-            detokenizer = Detokenizer(self._tokenizer, params.stop_strings, params.include_stop_str_in_output)
-        state = RequestState(prompt, params, key, self._eos, detokenizer)
-        self.adopt(request, state)
-        return state
+    def add(
+        self, request: int, prompt: Sequence[int], params: SamplingParams, max_tokens: int | None = None
+    ) -> RequestState:
+        """Take in a request under the scheduler's id for it; its state is the executor's until `forget`.
+
+        The states of its other sequences, if it has several, are taken in under the ids that follow; all are
+        `siblings` of the one that is returned. `max_tokens`: what the model's length leaves of it.
+        """
+        if params.best_of is not None and params.logprobs is None:
+            params = replace(params, logprobs=0)  # what its outputs are ranked by
+        siblings: list[RequestState] = []
+        for index in range(params.num_sequences):
+            if params.seed is None:
+                key = int(uniform(self._seed, request + index) * 2**53)
+            else:
+                key = params.seed + index
+            detokenizer = None
+            if params.detokenize and self._tokenizer is not None and not params.use_beam_search:
+                detokenizer = Detokenizer(self._tokenizer, params.stop_strings, params.include_stop_str_in_output)
+            state = RequestState(prompt, params, key, self._eos, detokenizer)
+            state.index = index
+            state.siblings = siblings
+            siblings.append(state)
+            self.adopt(request + index, state)
+        first = siblings[0]
+        if params.use_beam_search:
+            limit = params.max_tokens if max_tokens is None else max_tokens
+            beam = BeamGroup(
+                params.n, limit, params.min_tokens, first.stops, params.length_penalty, params.early_stopping
+            )
+            for state in siblings:
+                state.beam = beam
+        return first
 
     def adopt(self, request: int, state: RequestState) -> None:
         """Take in a request whose state somebody else has made (the profiler)."""
@@ -204,8 +250,6 @@ class TorchExecutor:
 
     def submit(self, plan: StepPlan, view: PlanView, now: int) -> None:
         """Take a plan: rows and block tables are copied here, and what `view` shows may change afterwards."""
-        if plan.copies or plan.swap_out or plan.swap_in:
-            raise InvariantError("a plan asks for block copies or swaps, which this executor does not do")
         items: list[PlanItem] = [*plan.decodes.rows(), *plan.prefills]
         rows = [
             Row(
@@ -218,7 +262,7 @@ class TorchExecutor:
             for item in items
         ]
         rows = self.runner.order(rows)
-        job = _Job(plan.seq, rows, [self._states[row.request] for row in rows])
+        job = _Job(plan, rows, [self._states[row.request] for row in rows])
         if self._thread is None:
             self._pending.append(job)
         else:
@@ -251,7 +295,10 @@ class TorchExecutor:
                 self._outcomes.put(error)
 
     def _run(self, job: _Job) -> StepOutcome:
+        transfers = self._move(job.plan)
         rows, states = job.rows, job.states
+        if not rows:
+            return StepOutcome(self.clock(), {}, transfers=transfers)
         tokens = np.concatenate([state.slice(row.start, row.num) for row, state in zip(rows, states, strict=True)])
         sampling = [(row, state) for row, state in zip(rows, states, strict=True) if row.samples]
         for row, state in sampling:
@@ -261,13 +308,89 @@ class TorchExecutor:
                     f"which has {state.num_tokens} tokens"
                 )
         logits = self.runner.run(rows, tokens)
-        sampled: dict[int, int] = {}
-        finished: list[Finish] = []
+        step = _Sampled()
         if sampling:
-            drawn = sample(logits, [state.next_sample() for _, state in sampling])
-            for (row, state), token, logprobs in zip(sampling, drawn.tokens, drawn.logprobs, strict=True):
-                sampled[row.request] = token
-                # A request that has ended meanwhile may still have had a row in this step.
-                if not state.ended and state.append(token, logprobs):
-                    finished.append(Finish(row.request, "stop"))
-        return StepOutcome(self.clock(), sampled, tuple(finished))
+            _sample_beams(sampling, logits, step)
+            _sample_sequences(sampling, logits, step)
+        return StepOutcome(self.clock(), step.tokens, tuple(step.finished), step.parents or None, transfers)
+
+    def _move(self, plan: StepPlan) -> tuple[TransferEnd, ...]:
+        """The step's block moves, phase by phase; returns the transfers that have ended, which are all of them."""
+        cache, host = self.runner.cache, self.runner.host
+        if (plan.swap_out or plan.swap_in or plan.transfers) and host is None:
+            raise InvariantError("a plan moves blocks to or from the host, and this engine has no host pool")
+        if host is not None:
+            if plan.swap_out:
+                host.store(*_both(plan.swap_out))
+            if plan.swap_in:
+                host.load(*_both(plan.swap_in))
+        if plan.copies:
+            sources, destinations = _both(plan.copies)
+            cache.copy_blocks(torch.tensor(sources), torch.tensor(destinations))
+        if host is not None:
+            for transfer in plan.transfers:
+                (host.load if transfer.load else host.store)(*_both(transfer.copies))
+        return tuple(TransferEnd(transfer.id, True) for transfer in plan.transfers)
+
+
+class _Sampled:
+    """What a step's sampling has given so far."""
+
+    __slots__ = ("finished", "parents", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+        self.parents: dict[int, int] = {}
+        self.finished: list[Finish] = []
+
+
+def _both(copies: Sequence[BlockCopy]) -> tuple[list[int], list[int]]:
+    return [int(copy.src) for copy in copies], [int(copy.dst) for copy in copies]
+
+
+def _sample_sequences(sampling: Sequence[tuple[Row, RequestState]], logits: torch.Tensor, step: _Sampled) -> None:
+    """A token for each row that is not of a beam; `n` of them from the first logits of a request with n sequences."""
+    places: list[int] = []
+    wanted: list[tuple[int, RequestState]] = []
+    for place, (row, state) in enumerate(sampling):
+        if state.beam is not None:
+            continue
+        begins = not state.num_outputs and not state.ended and state.index == 0
+        for sequence in state.siblings if begins else (state,):
+            places.append(place)
+            wanted.append((row.request - state.index + sequence.index, sequence))
+    if not wanted:
+        return
+    if len(places) != len(sampling):
+        logits = logits[places]
+    drawn = sample(logits, [state.next_sample() for _, state in wanted])
+    for (request, state), token, logprobs in zip(wanted, drawn.tokens, drawn.logprobs, strict=True):
+        step.tokens[request] = token
+        # A request that has ended meanwhile may still have had a row in this step.
+        if not state.ended and state.append(token, logprobs):
+            step.finished.append(Finish(request, "stop"))
+
+
+def _sample_beams(sampling: Sequence[tuple[Row, RequestState]], logits: torch.Tensor, step: _Sampled) -> None:
+    """A step of each beam that has rows: all of its sequences, or at first the one that stands for them."""
+    beams: dict[int, list[tuple[int, int]]] = {}
+    for place, (row, state) in enumerate(sampling):
+        if state.beam is not None:
+            beams.setdefault(row.request - state.index, []).append((state.index, place))
+    for first, members in beams.items():
+        members.sort()
+        states = sampling[members[0][1]][1].siblings
+        beam = states[0].beam
+        if beam is None or states[0].ended:
+            continue
+        begins = not beam.num_outputs
+        if len(members) != (1 if begins else beam.width):
+            raise InvariantError(f"a step has {len(members)} rows of the beam of request {first}")
+        done = beam.step(logits[[place for _, place in members]])
+        for index, state in enumerate(states):
+            state.become(beam.output(index))
+            step.tokens[first + index] = done.tokens[index]
+            if not begins:
+                step.parents[first + index] = first + done.parents[index]
+            if done.done and not beam.at_limit:
+                step.finished.append(Finish(first + index, "stop"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.core.records import Recorder
@@ -30,6 +30,8 @@ class CompletionOutput:
     """`stop`, `length` or `abort`; None where the request was rejected."""
     stop_reason: int | str | None
     """The stop string or stop token id that ended it; None for an end-of-sequence token or the length."""
+    score: float | None = None
+    """Of a beam search: summed log-probability over length ** length_penalty. With `best_of`: the mean a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class RequestOutput:
     """None where token ids were given."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    """One entry; none where the request was rejected."""
+    """`n` entries, of a beam search and of `best_of` the best first; none where the request was rejected."""
     error: str | None = None
     """Why the request was rejected."""
 
@@ -79,7 +81,7 @@ class LLM:
             EngineRequest(row, prompt, param) for row, (prompt, param) in enumerate(zip(ids, params, strict=True))
         )
         self.recorder = self.engine.serve(source, check=check).recorder
-        return [self._output(row, texts[row], ids[row], source) for row in range(len(ids))]
+        return [self._output(row, texts[row], ids[row], params[row], source) for row in range(len(ids))]
 
     def chat(
         self,
@@ -109,22 +111,38 @@ class LLM:
             raise OptionError(f"the model {self.engine.model.name} has no tokenizer; give prompts as token ids")
         return self.engine.tokenizer.encode(text)
 
-    def _output(self, row: int, text: str | None, prompt: list[int], source: ListSource) -> RequestOutput:
+    def _output(
+        self, row: int, text: str | None, prompt: list[int], param: SamplingParams, source: ListSource
+    ) -> RequestOutput:
         if row in source.reasons:
             return RequestOutput(str(row), text, prompt, [], source.reasons[row])
-        state, finish = source.finishes[row]
-        return RequestOutput(str(row), text, prompt, [_completion(state, finish.reason)])
+        ended = source.finishes[row]
+        outputs = [self._completion(param, state, finish.reason) for state, finish in ended]
+        if param.best_of is not None:
+            outputs.sort(key=lambda output: -(output.score or 0.0))
+            outputs = [replace(output, index=index) for index, output in enumerate(outputs[: param.n])]
+        return RequestOutput(str(row), text, prompt, outputs)
 
-
-def _completion(state: RequestState, reason: str) -> CompletionOutput:
-    return CompletionOutput(
-        0,
-        state.text,
-        state.output_tokens,
-        state.logprobs if state.params.logprobs is not None else None,
-        reason,
-        state.stop_reason,
-    )
+    def _completion(self, params: SamplingParams, state: RequestState, reason: str) -> CompletionOutput:
+        text, score = state.text, None
+        tokens = state.output_tokens
+        if state.result is not None:
+            score = state.result.score
+            if params.detokenize and self.engine.tokenizer is not None:
+                shown = tokens[:-1] if state.result.stopped and not params.include_stop_str_in_output else tokens
+                text = self.engine.tokenizer.decode(shown)
+        elif params.best_of is not None:
+            pairs = zip(tokens, state.logprobs, strict=True)
+            score = sum(table[token].logprob for token, table in pairs) / max(1, len(tokens))
+        return CompletionOutput(
+            state.index,
+            text,
+            tokens,
+            state.logprobs if params.logprobs is not None else None,
+            reason,
+            state.stop_reason,
+            score,
+        )
 
 
 def _listed(prompts: Any) -> list[Any]:

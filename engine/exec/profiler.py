@@ -224,6 +224,9 @@ def _loop(engine: Engine, stand: _Stand, rows: int, steps: int) -> Iterator[None
         max_model_len=steps + 2,
         max_num_seqs=rows,
         max_num_batched_tokens=max(rows, engine.config.max_num_batched_tokens),
+        preemption_mode="recompute",
+        num_host_blocks=0,
+        host_tier=False,
     )
     scheduler = Scheduler(config)
     inbox = _Once([Add(RequestSpec(0, 1, steps, TokenIdentity([row], size)), row) for row in range(rows)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.models.llama import Decoder
 from kernels.attention import layout_step
-from kernels.cache import PagedKVCache
+from kernels.cache import HostKVCache, PagedKVCache
 
 __all__ = ["ModelRunner", "Row"]
 
@@ -28,11 +28,12 @@ class Row(NamedTuple):
 
 
 class ModelRunner:
-    """A decoder and its cache."""
+    """A decoder and its cache, and the pool in host memory where there is one."""
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache) -> None:
+    def __init__(self, decoder: Decoder, cache: PagedKVCache, host: HostKVCache | None = None) -> None:
         self.decoder = decoder
         self.cache = cache
+        self.host = host
 
     def order(self, rows: Sequence[Row]) -> list[Row]:
         """The order in which `run` wants rows: one-token rows by falling context (little padding), then chunks."""

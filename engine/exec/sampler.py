@@ -30,6 +30,18 @@ class SamplingParams:
     """How to sample a request's output. Names and defaults are vLLM's."""
 
     n: int = 1
+    """Outputs from one prompt."""
+    best_of: int | None = None
+    """Generate so many and return the `n` with the highest mean log-probability a token (as vLLM V0 had it)."""
+    use_beam_search: bool = False
+    """Beam search of width `n`, without sampling; the rules are transformers', see beam.py."""
+    beam_width: int | None = None
+    """The same as `use_beam_search` with this `n`."""
+    length_penalty: float = 1.0
+    """Beam search: a score is the summed log-probability over length ** this."""
+    early_stopping: bool | str = False
+    """Beam search ends when there are `n` hypotheses (True), when none is likely to get better (False), or when none
+    can ("never")."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -56,8 +68,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("n", self.n)
-        if self.n != 1:
-            raise SamplingError(f"n is {self.n}; this engine samples one output a request, so n must be 1")
+        if self.n < 1:
+            raise SamplingError(f"n is {self.n}; it must be at least 1")
         _number("temperature", self.temperature, 0.0, None)
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
@@ -86,11 +98,41 @@ class SamplingParams:
         if strings and not self.detokenize:
             raise SamplingError("stop strings need the text, and detokenize is off")
         object.__setattr__(self, "stop_strings", strings)
+        self._check_sequences()
         for name in ("stop_token_ids", "forced_tokens"):
             for token in getattr(self, name) or ():
                 _integer(f"an entry of {name}", token)
                 if token < 0:
                     raise SamplingError(f"an entry of {name} is {token}; token ids are not negative")
+
+    def _check_sequences(self) -> None:
+        if self.beam_width is not None:
+            _integer("beam_width", self.beam_width)
+            if self.n not in (1, self.beam_width):
+                raise SamplingError(f"n is {self.n} and beam_width is {self.beam_width}; give one of them")
+            if self.beam_width < 1:
+                raise SamplingError(f"beam_width is {self.beam_width}; it must be at least 1")
+            object.__setattr__(self, "n", self.beam_width)
+            object.__setattr__(self, "use_beam_search", True)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of)
+            if self.best_of < self.n:
+                raise SamplingError(f"best_of is {self.best_of}; it must be at least n ({self.n})")
+            if self.use_beam_search:
+                raise SamplingError("best_of and beam search exclude each other")
+        if not self.use_beam_search:
+            return
+        _number("length_penalty", self.length_penalty, -1e6, None)
+        if self.early_stopping not in (True, False, "never"):
+            raise SamplingError(f"early_stopping is {self.early_stopping!r}; it must be True, False or 'never'")
+        for name in ("stop", "forced_tokens", "logprobs"):
+            if getattr(self, name) is not None:
+                raise SamplingError(f"beam search does not take {name}")
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are generated."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def greedy(self) -> bool:
