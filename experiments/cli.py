@@ -54,6 +54,7 @@ def _argument(*names: str, help: str, **settings: Any) -> Argument:
 
 
 _ENGINE = ("model", "memory", "scheduler")
+_SEQUENCES = ("n", "beam_width", "length_penalty", "early_stopping")
 
 COMMANDS: dict[str, Command] = {
     "demo": Command(
@@ -67,7 +68,7 @@ COMMANDS: dict[str, Command] = {
         "text for prompts, from the engine",
         "experiments.generate:execute",
         sections=("model", "memory", "scheduler", "sampling"),
-        options=("seed",),
+        options=("seed", "calibration"),
         arguments=(
             _argument(
                 "prompts", help="the prompts; - reads standard input, one prompt a line", nargs="+", metavar="PROMPT"
@@ -92,14 +93,14 @@ COMMANDS: dict[str, Command] = {
         "serve a trace in the simulator",
         "experiments.simulate:execute",
         sections=(*_ENGINE, "workload", "time", "slo"),
-        options=("record_blocks", "record_blocks_limit", "out"),
+        options=("record_blocks", "record_blocks_limit", "out", *_SEQUENCES),
         required=("trace", "out"),
     ),
     "run": Command(
         "serve a trace with the real engine, in real time",
         "experiments.run:execute",
         sections=(*_ENGINE, "workload", "slo"),
-        options=("record_blocks", "record_blocks_limit", "out"),
+        options=("record_blocks", "record_blocks_limit", "out", "calibration", *_SEQUENCES),
         required=("trace", "out"),
     ),
     "compare": Command(

@@ -122,7 +122,10 @@ class Config:
         choices=("first-fit", "best-fit", "buddy"),
     )
     swap_space: float = _option(
-        0.0, "memory", "host memory for swapped blocks; only 0 so far", unit="GiB", low=0, high=0
+        0.0, "memory", "host memory for swapped sequences, where --preemption-mode swaps", unit="GiB", low=0, high=1e6
+    )
+    kv_offloading_size: float = _option(
+        0.0, "memory", "host memory behind the prefix cache: what the device evicts is kept", unit="GiB", low=0, high=1e6
     )
 
     # -- scheduler
@@ -166,6 +169,18 @@ class Config:
     prefix_index: str = _option(
         "hash", "scheduler", "how cached prefixes are found (the same ones are)", choices=("hash", "radix")
     )
+    preemption_mode: str = _option(
+        "recompute",
+        "scheduler",
+        "what becomes of a request that loses its blocks; auto: the cheaper way by --calibration",
+        choices=("recompute", "swap", "swap-groups", "auto", "reject"),
+    )
+    parallel_sampling: str = _option(
+        "fork",
+        "scheduler",
+        "several sequences of a prompt: forked with copy-on-write, or requests that share by the prefix cache",
+        choices=("fork", "requests"),
+    )
     async_scheduling: bool = _option(False, "scheduler", "decide the next step while one runs (two steps in flight)")
     scheduling_policy: str = _option("fcfs", "scheduler", "who is served first", choices=("fcfs", "priority"))
     policy: tuple[str, ...] = _option(
@@ -193,6 +208,19 @@ class Config:
     slo_e2e_s: float | None = _option(None, "slo", "whole latency of a good request", unit="s", above=0)
 
     # -- sampling
+    n: int = _option(1, "sampling", "sequences to generate from each prompt", low=1, high=1024)
+    best_of: int | None = _option(
+        None, "sampling", "generate so many, and give the n with the best mean log-probability", low=1, high=1024
+    )
+    beam_width: int | None = _option(
+        None, "sampling", "beam search with so many sequences, instead of sampling", low=1, high=1024
+    )
+    length_penalty: float = _option(
+        1.0, "sampling", "beam search: divides a score by the length to this power", low=-100, high=100
+    )
+    early_stopping: str = _option(
+        "false", "sampling", "beam search: when to stop", choices=("false", "true", "never")
+    )
     max_tokens: int = _option(64, "sampling", "most tokens to generate", unit="tokens", low=1, high=1 << 24)
     min_tokens: int = _option(0, "sampling", "no stop before so many tokens", unit="tokens", low=0, high=1 << 24)
     temperature: float = _option(0.0, "sampling", "0: greedy", low=0, high=100)

@@ -15,7 +15,10 @@ from experiments.errors import UsageError
 if TYPE_CHECKING:
     from experiments.terminal import Terminal
 
-__all__ = ["answers", "execute"]
+__all__ = ["EARLY", "answers", "execute"]
+
+EARLY: dict[str, bool | str] = {"false": False, "true": True, "never": "never"}
+"""What --early-stopping means."""
 
 
 def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
@@ -37,7 +40,12 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
         raise UsageError(f"No prompt can be answered; the first was rejected: {outputs[0].error}.")
     for prompt, output in zip(prompts, outputs, strict=True):
         terminal.text(prompt, "dim")
-        terminal.text(output.outputs[0].text.strip() if output.outputs else f"Rejected: {output.error}.")
+        if not output.outputs:
+            terminal.text(f"Rejected: {output.error}.")
+        for one in output.outputs:
+            score = "" if one.score is None else f"[{one.score:.3f}] "
+            number = f"{one.index + 1}. " if len(output.outputs) > 1 else ""
+            terminal.text(f"{number}{score}{one.text.strip()}")
         terminal.text("")
     return {"model": name, "outputs": [_entry(*pair) for pair in zip(prompts, outputs, strict=True)]}
 
@@ -50,6 +58,11 @@ def vars_of(args: Any) -> dict[str, Any]:
 def sampling(config: Config) -> SamplingParams:
     """How to sample, from the options."""
     return SamplingParams(
+        n=config.n,
+        best_of=config.best_of,
+        beam_width=config.beam_width,
+        length_penalty=config.length_penalty,
+        early_stopping=EARLY[config.early_stopping],
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
@@ -71,14 +84,21 @@ def answers(llm: LLM, prompts: list[str], params: SamplingParams, chat: bool) ->
 def _entry(prompt: str, output: RequestOutput) -> dict[str, Any]:
     if not output.outputs:
         return {"prompt": prompt, "error": output.error}
-    first = output.outputs[0]
-    entry: dict[str, Any] = {
-        "prompt": prompt,
-        "text": first.text,
-        "token_ids": first.token_ids,
-        "finish_reason": first.finish_reason,
-        "stop_reason": first.stop_reason,
-    }
-    if first.logprobs is not None:
-        entry["logprobs"] = [{str(token): value.logprob for token, value in table.items()} for table in first.logprobs]
-    return entry
+    entries = []
+    for one in output.outputs:
+        entry: dict[str, Any] = {
+            "text": one.text,
+            "token_ids": one.token_ids,
+            "finish_reason": one.finish_reason,
+            "stop_reason": one.stop_reason,
+        }
+        if one.score is not None:
+            entry["score"] = one.score
+        if one.logprobs is not None:
+            entry["logprobs"] = [
+                {str(token): value.logprob for token, value in table.items()} for table in one.logprobs
+            ]
+        entries.append(entry)
+    if len(entries) == 1:
+        return {"prompt": prompt, **entries[0]}
+    return {"prompt": prompt, "outputs": entries}

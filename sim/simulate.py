@@ -22,7 +22,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.types import NO_LIMIT, Finish, RequestSpec, StepPlan
 from sim.calibration import Hull
 from sim.errors import SimError, StalledError
-from sim.executor import SimExecutor
+from sim.executor import BEAM_CHURN, SimExecutor
+from sim.moves import FREE_MOVES, MoveTime
 from sim.replica import Replica
 from sim.steptime import StepTime
 from traces import NO_ID, Trace, TraceSource
@@ -58,9 +59,17 @@ class SimResult:
 class _Specs:
     """Makes the core's request of a row of a trace; columns as plain Python numbers, for speed."""
 
-    def __init__(self, trace: Trace, config: SchedulerConfig, max_tokens: int | None) -> None:
+    def __init__(
+        self, trace: Trace, config: SchedulerConfig, max_tokens: int | None, n: int = 1, beam: bool = False
+    ) -> None:
         if max_tokens is not None and max_tokens < 1:
             raise SimError(f"max_tokens must be 1 or more, not {max_tokens}.")
+        if n < 1:
+            raise SimError(f"n must be 1 or more, not {n}.")
+        self.n = n
+        self.beam = beam and n > 1
+        self.twins = False
+        """Whether rows are served as several requests of one prompt."""
         self._trace = trace
         self._block_size = config.block_size
         self._caching = config.caches_prefixes
@@ -73,10 +82,15 @@ class _Specs:
         self._deadline = trace.deadline.tolist()
         self._tenant = trace.tenant.tolist()
 
-    def make(self, row: int, arrival: int) -> RequestSpec:
+    def make(self, row: int, arrival: int, again: bool = False) -> RequestSpec:
+        """The row's request; `again`: a further one with the same prompt, whose output is its own."""
         identity = None
         if self._caching:
-            name, shared = self._output_id[row], self._shared[row]
+            name, shared = NO_ID if again else self._output_id[row], self._shared[row]
+            if again:
+                shared = min(shared, self._prompt[row])
+            if self.twins:
+                shared = max(shared, self._prompt[row])  # with the further requests of its own row
             # A prompt of which nobody else has even a block needs no identity.
             if name != NO_ID or shared >= self._block_size:
                 identity = SpanIdentity(
@@ -97,6 +111,8 @@ class _Specs:
             self._priority[row],
             arrival + deadline if deadline else NO_LIMIT,
             self._tenant[row],
+            n=self.n,
+            beam=self.beam,
             oracle_tokens=min(output, max_tokens),
         )
 
@@ -112,13 +128,26 @@ class TraceInbox:
     """Hands a trace's requests to a replica (an `Inbox` of the core), and its outcomes back to the trace."""
 
     def __init__(
-        self, trace: Trace, source: TraceSource, config: SchedulerConfig, stops: dict[int, int], max_tokens: int | None
+        self,
+        trace: Trace,
+        source: TraceSource,
+        config: SchedulerConfig,
+        executor: SimExecutor,
+        max_tokens: int | None,
+        n: int = 1,
+        beam: bool = False,
+        forks: bool = True,
     ) -> None:
         self._source = source
-        self._specs = _Specs(trace, config, max_tokens)
-        self._stops = stops
+        self._copies = 1 if forks or beam else n
+        """Requests that a row is served as."""
+        self._specs = _Specs(trace, config, max_tokens, n if self._copies == 1 else 1, beam)
+        self._specs.twins = self._copies > 1
+        self._executor = executor
         self._max_tokens = max_tokens
-        self._rows: dict[int, int] = {}
+        self._row_of: dict[int, int] = {}
+        self._live: dict[int, int] = {}
+        """Row -> its sequences, begun or not, that have not ended; only where rows have several."""
 
     def drain(self, now: int) -> Iterable[Add | Abort]:
         arrival = self._source.next_ns()
@@ -131,18 +160,40 @@ class TraceInbox:
         while due := self._source.due(now):
             for row, arrival in due:
                 yield Add(self._specs.make(row, arrival), row)
+                for _ in range(self._copies - 1):
+                    if row in self._live:
+                        yield Add(self._specs.make(row, arrival, again=True), row)
 
     def accepted(self, row: int, request: int) -> None:
-        self._rows[request] = row
-        if self._max_tokens is not None and self._specs.output[row] < self._max_tokens:
-            self._stops[request] = self._specs.output[row]
+        num = self._specs.n
+        for sequence in range(request, request + num):
+            self._row_of[sequence] = row
+            if self._max_tokens is not None and self._specs.output[row] < self._max_tokens:
+                self._executor.stops[sequence] = self._specs.output[row]
+        if num > 1:
+            self._executor.begin(request, num, self._specs.beam)
+        if num > 1 or self._copies > 1:
+            self._live[row] = self._live.get(row, 0) + num
 
     def rejected(self, row: int, reason: str, now: int) -> None:
         self._source.finished(row, now)
 
     def finished(self, finish: Finish, now: int) -> None:
-        """A request has ended: its row's successors may come."""
-        self._source.finished(self._rows.pop(finish.request), now)
+        """A request has ended, or a sequence of it: when the last has, its row's successors may come."""
+        row = self._row_of.pop(finish.request)
+        if row in self._live:
+            first = finish.request
+            begun = self._executor.has_begun(first)
+            self._executor.forget(first)
+            if not begun:
+                for sequence in range(first + 1, first + self._specs.n):
+                    del self._row_of[sequence]
+                    self._executor.forget(sequence)
+            self._live[row] -= 1 if begun else self._specs.n
+            if self._live[row]:
+                return
+            del self._live[row]
+        self._source.finished(row, now)
 
     def next_ns(self) -> int | None:
         return self._source.next_ns()
@@ -164,6 +215,12 @@ def simulate(
     observe: Callable[[StepPlan], None] | None = None,
     check: bool = False,
     stop: Callable[[], bool] | None = None,
+    moves: MoveTime = FREE_MOVES,
+    n: int = 1,
+    beam: bool = False,
+    forks: bool = True,
+    beam_churn: float = BEAM_CHURN,
+    seed: int = 0,
 ) -> SimResult:
     """Serve a whole trace on one replica, in simulated time.
 
@@ -174,6 +231,10 @@ def simulate(
     blocks to record at most, in `recorder.blocks`, which turns fast_forward off; 0: none. `check` walks all state at
     each step. `stop` is asked now and then whether to leave off.
 
+    `moves` is what block moves cost. Every row generates `n` sequences, each of the trace's length: forked from one
+    prompt (as a `beam`, which is reordered at each step with `beam_churn` and `seed`, see `beam_parents`), or, without
+    `forks`, as n requests.
+
     Raises:
         SimError: an argument is out of range.
         StalledError: requests are left and nothing will ever happen; a bug of ours.
@@ -181,9 +242,11 @@ def simulate(
     env = simpy.Environment(initial_time=0)
     scheduler = Scheduler(config)
     recorder = Recorder(scheduler, BlockRecorder(scheduler, record_blocks) if record_blocks else None)
-    executor = SimExecutor(step_time.with_overlap(config.steps_in_flight), observe=observe)
+    executor = SimExecutor(
+        step_time.with_overlap(config.steps_in_flight), moves=moves, beam_churn=beam_churn, seed=seed, observe=observe
+    )
     source = TraceSource(trace, time_scale)
-    inbox = TraceInbox(trace, source, config, executor.stops, max_tokens)
+    inbox = TraceInbox(trace, source, config, executor, max_tokens, n, beam, forks)
     decisions = DecisionLog(scheduler) if log else None
     replica = Replica(
         env,
