@@ -44,3 +44,6 @@ def show(calibration: Calibration, terminal: Terminal) -> None:
         f"Measured range: {hull.n_tokens[0]:,} to {hull.n_tokens[1]:,} new tokens, up to {hull.rows[1]:,} rows and "
         f"{hull.context_tokens[1]:,} cached tokens a step."
     )
+    if calibration.moves is not None:
+        text = calibration.moves.label
+        terminal.print(f"{text[:1].upper()}{text[1:]}.")

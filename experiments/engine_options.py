@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from experiments.config import Config
 from experiments.errors import UsageError
-from experiments.serving import scheduler_options
+from experiments.serving import cost_of, scheduler_options
 
 if TYPE_CHECKING:
     from engine.exec.engine import EngineArgs
@@ -54,5 +54,10 @@ def engine_args(config: Config) -> EngineArgs:
         max_model_len=config.max_model_len,
         num_gpu_blocks_override=None if blocks is None else usable_blocks(blocks, config.preset),
         async_scheduling=config.async_scheduling,
+        preemption_mode=config.preemption_mode,
+        swap_space=config.swap_space,
+        kv_offloading_size=config.kv_offloading_size,
+        cost_model=cost_of(config),
+        parallel_sampling=config.parallel_sampling,
         **{name: scheduler[name] for name in _SHARED},
     )

@@ -1,7 +1,7 @@
 """`kvtwin profile`: batches of many shapes, timed through the real engine.
 
 How many batches fit the time is decided from a rough guess of the machine's speed, put right by a probe of three
-batches. The batches come in random order and the clock has the last word, so that a machine which is slower than that
+batches. Block moves are timed first, which takes a few seconds. The batches come in random order and the clock has the last word, so that a machine which is slower than that
 still gives a profile of the whole range, only a sparser one.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.exec.copies import measure_copies
 from engine.exec.engine import Engine
 from engine.exec.profiler import METADATA_KEY, profile
 from experiments.config import Config
@@ -92,9 +93,11 @@ def profile_engine(
         block_size=engine.config.block_size,
     )
     guess = cpu_guess(spec_of_engine(engine), engine.num_threads)
-    scale = _stored_scale(out)
+    stored = _stored(out)
+    scale = _scale(stored)
     if scale is None:
         scale = _probe(engine, limits, guess)
+    copies = stored.get("copies") or measure_copies(engine.cache, config.seed)
     estimate = guess.scaled(scale)
     batches = _planned(limits, estimate, config)
     seconds = config.time_budget_s if stop_after_s is None else stop_after_s
@@ -107,7 +110,7 @@ def profile_engine(
             warm_ups=WARM_UPS,
             stop_after_s=seconds,
             seed=config.seed,
-            about={"speed_scale": scale},
+            about={"speed_scale": scale, "copies": copies, "block_bytes": engine.cache.block_bytes},
             on_batch=on_batch,
         )
         if stop_after_s is not None or count == len(batches) or _is_enough(batches[:count]):
@@ -182,20 +185,28 @@ def _probe(engine: Engine, limits: Limits, guess: StepTime) -> float:
     return float(2.0 ** round(slower))
 
 
-def _stored_scale(path: Path) -> float | None:
-    """The scale that a profile in `path` was planned with, so that continuing it plans the same batches."""
+def _stored(path: Path) -> dict[str, Any]:
+    """What a profile in `path` says about itself; empty where there is none."""
     import json
 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not path.is_file():
-        return None
+        return {}
     try:
         stored = json.loads((pq.read_schema(path).metadata or {})[METADATA_KEY])
-        return float(stored["speed_scale"])
     except (OSError, pa.ArrowInvalid, KeyError, ValueError, TypeError):
-        return None  # profile() says what is wrong with the file
+        return {}  # profile() says what is wrong with the file
+    return stored if isinstance(stored, dict) else {}
+
+
+def _scale(stored: dict[str, Any]) -> float | None:
+    """The scale that a profile was planned with, so that continuing it plans the same batches."""
+    try:
+        return float(stored["speed_scale"])
+    except (KeyError, ValueError, TypeError):
+        return None
 
 
 def trace_like(limits: Limits, estimate: StepTime, count: int = 160, seed: int = 0) -> list[SweepBatch]:

@@ -10,10 +10,14 @@ replay.parquet has one row a call of the scheduler, in order:
     taken                  ids of the blocks that were taken, in order
     hits                   tokens found in the prefix cache by each request that was admitted
     preempted, finished    requests
+    moves                  block moves, flat (see DecisionLog); empty where nothing moves
     usage                  slots by use after the call, in the order of engine.core.Usage
 
-tokens.parquet has one row an accepted request, in the order in which they were added: request, row (of the trace),
-arrival_ns, max_tokens, priority, tenant, prompt, output (what it generated, as far as it finished), outcome.
+tokens.parquet has one row a sequence, those that begin by forking included: request, row (of the trace), arrival_ns,
+max_tokens, priority, tenant, n (sequences that it forks into; 0: it began by forking), beam (1 or 0), prompt, output
+(what it generated, as far as it finished; of a beam, the hypothesis in its place), num_outputs (tokens it was given,
+which for a beam are others), parents (of a beam, with its first sequence: for each step the sequences, from 0, that its
+sequences continue, flat), outcome.
 """
 
 from __future__ import annotations
@@ -29,23 +33,28 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from engine.exec.engine import Served
+    from engine.exec.sampler import SamplingParams
 
 __all__ = ["write_recording"]
 
-_PLAN = ("rows", "starts", "tokens", "taken", "hits", "preempted", "finished", "usage")
+_PLAN = ("rows", "starts", "tokens", "taken", "hits", "preempted", "moves", "finished", "usage")
 
 
 class _Player(Protocol):
-    outputs: dict[int, list[int]]
+    outputs: dict[int, list[list[int]]]
+    parents: dict[int, list[list[int]]]
+    params: SamplingParams
+    """Of every request, as far as the number of sequences goes."""
 
     def prompt(self, row: int) -> list[int]: ...
 
 
-def write_recording(folder: Path, served: Served, player: _Player) -> None:
-    """Writes both files of a run that logged its decisions."""
+def write_recording(folder: Path, served: Served, player: _Player, forks: bool = True) -> None:
+    """Writes both files of a run that logged its decisions; `forks`: whether sequences of a prompt began by forking."""
     assert served.log is not None
     write_table(folder / "replay.parquet", _replay(served.log))
-    write_table(folder / "tokens.parquet", _tokens(served.recorder.requests(), player))
+    added = {request for _, _, requests, _ in served.log.turns for request in requests}
+    write_table(folder / "tokens.parquet", _tokens(served.recorder.requests(), player, added, forks))
 
 
 def _replay(log: Any) -> pa.Table:
@@ -68,17 +77,33 @@ def _replay(log: Any) -> pa.Table:
     return pa.table(columns)
 
 
-def _tokens(requests: dict[str, Any], player: _Player) -> pa.Table:
+def _tokens(requests: dict[str, Any], player: _Player, added: set[int], forks: bool) -> pa.Table:
     import pyarrow as pa
 
     accepted = np.flatnonzero(requests["request"] >= 0)
     rows = requests["row"][accepted].tolist()
+    ids = requests["request"][accepted].tolist()
+    first: dict[int, int] = {}
+    for request, row in zip(ids, rows, strict=True):
+        first[row] = min(request, first.get(row, request))
     columns: dict[str, Any] = {
         name: pa.array(requests[name][accepted], pa.int64())
         for name in ("request", "row", "arrival_ns", "max_tokens", "priority", "tenant")
     }
+    n = player.params.num_sequences if forks else 1
+    beam = int(player.params.use_beam_search)
+    columns["n"] = pa.array([n if request in added else 0 for request in ids], pa.int64())
+    columns["beam"] = pa.array([beam] * len(ids), pa.int64())
+    outputs = []
+    for request, row in zip(ids, rows, strict=True):
+        of_row = player.outputs.get(row, [])
+        index = request - first[row]
+        outputs.append(of_row[index] if index < len(of_row) else [])
     columns["prompt"] = _lists([player.prompt(row) for row in rows])
-    columns["output"] = _lists([player.outputs.get(row, []) for row in rows])
+    columns["output"] = _lists(outputs)
+    columns["num_outputs"] = pa.array(requests["output_tokens"][accepted], pa.int64())
+    parents = [player.parents.get(row, []) if request in added else [] for request, row in zip(ids, rows, strict=True)]
+    columns["parents"] = _lists([[index for step in steps for index in step] for steps in parents])
     columns["outcome"] = pa.array([requests["outcome"][i] for i in accepted.tolist()], pa.string())
     return pa.table(columns)
 

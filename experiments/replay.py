@@ -22,9 +22,10 @@ from engine.core import (
     StepPlan,
     TokenIdentity,
 )
+from engine.core.cost import LinearCost
 from engine.core.drive import Abort, Add, drive
 from engine.core.records import DecisionLog, Recorder
-from engine.core.types import PlanView
+from engine.core.types import PlanView, TransferEnd
 from experiments.config import Config
 from experiments.errors import ResultsError
 from experiments.results import read_results, read_table
@@ -32,8 +33,11 @@ from experiments.serving import scheduler_options
 
 __all__ = ["Difference", "replay_differences", "replay_run"]
 
-TOKENS = ("request", "arrival_ns", "max_tokens", "priority", "tenant", "prompt", "output", "outcome")
-FIELDS = ("rows", "starts", "tokens", "taken", "hits", "preempted", "finished", "usage")
+TOKENS = (
+    *("request", "arrival_ns", "max_tokens", "priority", "tenant", "n", "beam", "prompt", "output", "num_outputs"),
+    *("parents", "outcome"),
+)
+FIELDS = ("rows", "starts", "tokens", "taken", "hits", "preempted", "moves", "finished", "usage")
 
 
 class Difference(NamedTuple):
@@ -51,6 +55,15 @@ class Difference(NamedTuple):
 
 def _short(values: Sequence[int]) -> str:
     return str(list(values)) if len(values) <= 12 else f"[{', '.join(map(str, values[:12]))}, ... {len(values)} in all]"
+
+
+class _Group(NamedTuple):
+    """A request that forks."""
+
+    num: int
+    beam: bool
+    parents: list[int]
+    """Of a beam, by step: which sequence, from 0, each continues."""
 
 
 class _Recorded:
@@ -77,9 +90,18 @@ class _Recorded:
         self._commands: list[list[Add | Abort]] = []
         row_of = {int(request): i for i, request in enumerate(tokens["request"])}
         self.output: dict[int, list[int]] = {}
+        self._length: dict[int, int] = {}
+        """Tokens that a sequence was given."""
         self._stops: set[int] = set()
+        self._groups: dict[int, _Group] = {}
+        """By the first sequence: requests that fork."""
         for request, i in row_of.items():
             self.output[request] = [int(token) for token in tokens["output"][i]]
+            self._length[request] = int(tokens["num_outputs"][i])
+            if tokens["n"][i] > 1:
+                self._groups[request] = _Group(
+                    int(tokens["n"][i]), bool(tokens["beam"][i]), [int(p) for p in tokens["parents"][i]]
+                )
             if tokens["outcome"][i] == "stop":
                 self._stops.add(request)
 
@@ -94,6 +116,8 @@ class _Recorded:
                 TokenIdentity(prompt, block_size, salt=salt),
                 priority=int(tokens["priority"][i]),
                 tenant=tenant,
+                n=max(1, int(tokens["n"][i])),
+                beam=bool(tokens["beam"][i]) and tokens["n"][i] > 1,
                 oracle_tokens=int(tokens["max_tokens"][i]),  # a run generates exactly as many as the trace says
             )
 
@@ -106,6 +130,8 @@ class _Recorded:
         """Recorded request -> the replay's own number for it."""
         self.recorded_of: dict[int, int] = {}
         self._sampled: dict[int, int] = {}
+        self._leader: dict[int, int] = {}
+        """Sequence of a beam -> the first one of it."""
         self._outcomes: deque[StepOutcome] = deque()
 
     # as an inbox
@@ -119,9 +145,13 @@ class _Recorded:
                 yield Abort(self._request_of[command.request])
 
     def accepted(self, row: int, request: int) -> None:
-        self._request_of[row] = request
-        self.recorded_of[request] = row
-        self._sampled[request] = 0
+        group = self._groups.get(row)
+        for i in range(group.num if group is not None else 1):
+            self._request_of[row + i] = request + i
+            self.recorded_of[request + i] = row + i
+            self._sampled[request + i] = 0
+            if group is not None and group.beam:
+                self._leader[request + i] = request
 
     def rejected(self, row: int, reason: str, now: int) -> None:
         """It was accepted then and cannot be served now; the steps will differ."""
@@ -140,18 +170,35 @@ class _Recorded:
 
     def submit(self, plan: StepPlan, view: PlanView, now: int) -> None:
         tokens: dict[int, int] = {}
+        parents: dict[int, int] = {}
         finished: list[Finish] = []
         for row in (*plan.prefills, *plan.decodes.rows()):
-            if not row.samples:
+            if not row.samples or row.request in tokens:
                 continue
-            recorded = self.recorded_of[row.request]
-            k = self._sampled[row.request]
-            output = self.output[recorded]
-            self._sampled[row.request] = k + 1
-            tokens[row.request] = output[k] if k < len(output) else 0  # beyond a stop: dropped by the core
-            if k + 1 == len(output) and recorded in self._stops:
-                finished.append(Finish(row.request, "stop"))
-        self._outcomes.append(StepOutcome(self._end.get(plan.seq, now), tokens, tuple(finished)))
+            first = self._leader.get(row.request, row.request)
+            group = self._groups.get(self.recorded_of[first])
+            sequences: Iterable[int] = (row.request,)
+            if group is not None and (group.beam or not self._sampled[first]):
+                sequences = range(first, first + group.num)
+                if self._sampled[first]:
+                    step = group.parents[group.num * self._sampled[first] :][: group.num]
+                    parents.update(zip(sequences, (first + parent for parent in step), strict=False))
+            for request in sequences:
+                self._sample(request, tokens, finished)
+        # A run on a CPU has done its transfers in the step that began them.
+        ended = tuple(TransferEnd(transfer.id, True) for transfer in plan.transfers)
+        end = self._end.get(plan.seq, now)
+        self._outcomes.append(StepOutcome(end, tokens, tuple(finished), parents or None, ended))
+
+    def _sample(self, request: int, tokens: dict[int, int], finished: list[Finish]) -> None:
+        """The next token that was sampled for `request` then, and whether it stopped there."""
+        recorded = self.recorded_of[request]
+        k = self._sampled[request]
+        output = self.output.get(recorded, [])
+        self._sampled[request] = k + 1
+        tokens[request] = output[k] if k < len(output) else 0  # beyond a stop: dropped by the core
+        if k + 1 == self._length.get(recorded, 0) and recorded in self._stops:
+            finished.append(Finish(request, "stop"))
 
     def collect(self) -> StepOutcome:
         return self._outcomes.popleft()
@@ -197,9 +244,13 @@ def replay_differences(real_dir: str | Path, sim_dir: str | Path) -> list[Differ
     if options.block_size != size:
         raise ResultsError(f"{real_dir} ran with block_size {size} and {sim_dir} with {options.block_size}")
     longest = int(real.manifest["max_model_len"])
-    config = SchedulerConfig(
-        num_blocks=int(real.manifest["kv_blocks"]), max_model_len=longest, **scheduler_options(options)
+    cost = real.manifest.get("cost_model")
+    host = scheduler_options(
+        options,
+        cost_model=None if cost is None else LinearCost(*cost),
+        num_host_blocks=int(real.manifest.get("host_blocks", 0)),
     )
+    config = SchedulerConfig(num_blocks=int(real.manifest["kv_blocks"]), max_model_len=longest, **host)
     recorded, log = replay_run(Path(real_dir), config)
     return compare_steps(recorded, log)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine.core.cost import LinearCost
 from experiments.config import options
 from experiments.errors import ResultsError, UsageError
 from experiments.metrics import Tables
@@ -237,6 +238,8 @@ def identity(config: Config, trace: Trace, scheduler: SchedulerConfig, *packages
         "num_requests": len(trace),
         "kv_blocks": scheduler.num_blocks,
         "max_model_len": scheduler.max_model_len,
+        "host_blocks": scheduler.num_host_blocks,
+        "cost_model": list(scheduler.cost_model) if isinstance(scheduler.cost_model, LinearCost) else None,
     }
 
 

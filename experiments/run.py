@@ -10,6 +10,7 @@ import argparse
 import gc
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from experiments import results
 from experiments.blocks import mind_truncated, write_blocks
 from experiments.config import Config
 from experiments.engine_options import engine_args
+from experiments.generate import EARLY
 from experiments.metrics import Tables, summarize
 from experiments.recording import write_recording
 from experiments.serving import mind_rejected, slo_of
@@ -44,14 +46,26 @@ class TracePlayer:
     Prompts are made before the clock starts, so that making them takes nothing from the steps.
     """
 
-    def __init__(self, trace: Trace, vocab_size: int, block_size: int, time_scale: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        vocab_size: int,
+        block_size: int,
+        time_scale: float = 1.0,
+        seed: int = 0,
+        params: SamplingParams | None = None,
+    ) -> None:
+        """`params`: how to sample, but for lengths and outputs, which are the trace's; default: greedily."""
         import traces
 
+        self.params = params or SamplingParams(temperature=0.0)
         self._source = trace.source(time_scale)
         self._trace = trace
         self._requests = [self._request(traces, row, vocab_size, block_size, seed) for row in range(len(trace))]
-        self.outputs: dict[int, list[int]] = {}
-        """Tokens that each row generated."""
+        self.outputs: dict[int, list[list[int]]] = {}
+        """Tokens that each sequence of each row generated."""
+        self.parents: dict[int, list[list[int]]] = {}
+        """Rows that were beams: which sequence each continued, step by step."""
         self.num_finished = 0
         self.on_finish: Any = None
         """Called without arguments whenever a request has ended."""
@@ -60,10 +74,10 @@ class TracePlayer:
         trace = self._trace
         prompt = traces.token_ids(trace, row, vocab_size, seed=seed).tolist()
         forced = None
-        if trace.output_id(row) is not None:
+        if trace.output_id(row) is not None and not self.params.use_beam_search:
             forced = tuple(traces.output_token_ids(trace, row, vocab_size, seed=seed).tolist())
-        params = SamplingParams(
-            temperature=0.0,
+        params = replace(
+            self.params,
             max_tokens=int(trace.output_tokens[row]),
             ignore_eos=True,
             detokenize=False,
@@ -103,7 +117,11 @@ class TracePlayer:
         self._ended(row, now)
 
     def finished(self, row: int, state: RequestState, finish: Finish, now: int) -> None:
-        self.outputs[row] = state.output_tokens
+        self.outputs.setdefault(row, []).append(state.output_tokens)
+        if state.index < self.params.num_sequences - 1:
+            return
+        if state.beam is not None:
+            self.parents[row] = state.beam.history
         self._ended(row, now)
 
     def _ended(self, row: int, now: int) -> None:
@@ -114,6 +132,14 @@ class TracePlayer:
 
     def prompt(self, row: int) -> list[int]:
         return list(self._requests[row].prompt)
+
+
+def sequences(config: Config) -> SamplingParams:
+    """How the sequences of a row are sampled: one greedily, several from the whole distribution, or as a beam."""
+    if config.beam_width is not None:
+        early = EARLY[config.early_stopping]
+        return SamplingParams(beam_width=config.beam_width, length_penalty=config.length_penalty, early_stopping=early)
+    return SamplingParams(n=config.n, temperature=1.0 if config.n > 1 else 0.0)
 
 
 def warm_up(engine: Engine) -> None:
@@ -157,7 +183,12 @@ def run_trace(engine: Engine, config: Config, trace: Trace, terminal: Terminal) 
     }
     folder = results.begin(config.out, manifest)
     player = TracePlayer(
-        trace, engine.model.config.vocab_size, engine.config.block_size, config.time_scale, config.seed
+        trace,
+        engine.model.config.vocab_size,
+        engine.config.block_size,
+        config.time_scale,
+        config.seed,
+        sequences(config),
     )
     warm_up(engine)
     # What exists by now stays: a collection during the run then looks at what the run itself made, not at all of torch.
@@ -177,7 +208,7 @@ def run_trace(engine: Engine, config: Config, trace: Trace, terminal: Terminal) 
             gc.unfreeze()
     tables = _tables(served, engine)
     summary = summarize(tables, engine.config.num_blocks, slo_of(config))
-    write_recording(folder, served, player)
+    write_recording(folder, served, player, engine.args.parallel_sampling == "fork")
     blocks = served.recorder.blocks
     if blocks is not None:
         write_blocks(folder, blocks, engine.config)

@@ -11,7 +11,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,11 @@ from experiments.interruption import Interruption
 from experiments.metrics import Tables, summarize
 from experiments.serving import mind_rejected, scheduler_config, slo_of
 from experiments.workload import load_trace
+from sim.moves import FREE_MOVES, MoveTime, cost_model, moves_of_device
 
 if TYPE_CHECKING:
     from engine.core.blockmap import BlockRecorder
+    from engine.core.cost import CostModel
     from engine.core.presets import SchedulerConfig
     from experiments.terminal import Terminal
     from sim.calibration import Calibration
@@ -51,6 +53,8 @@ class Basis:
     label: str
     assumptions: tuple[str, ...]
     calibration: Calibration | None
+    moves: MoveTime = FREE_MOVES
+    """What block moves cost, and of how many bytes a block is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,9 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     spec = model_spec(config.model)
     basis = step_time_of(config, spec)
     num_blocks, assumption = kv_blocks(config, spec)
-    options = scheduler_config(config, num_blocks, spec.max_position)
+    options = scheduler_config(
+        config, num_blocks, spec.max_position, basis.moves.block_bytes, _cost_model(config, basis)
+    )
     folder, prediction = simulate_into(config, trace, options, basis, assumption, wall, cpu)
     terminal.interrupted = not prediction.complete
     mind_rejected(prediction.tables.requests, terminal)
@@ -145,7 +151,10 @@ def step_time_of(config: Config, spec: ModelSpec) -> Basis:
             )
         calibration = load_calibration(config.calibration)
         calibration.check_model(spec.name)
-        return Basis(calibration.step_time(), calibration.label(), (), calibration)
+        moves = calibration.move_time(config.block_size)
+        if moves is None:
+            moves = replace(FREE_MOVES, block_bytes=_block_bytes(config, spec))
+        return Basis(calibration.step_time(), calibration.label(), (), calibration, moves)
     if config.hardware is not None:
         from sim.hardware import load_device
         from sim.steptime import Assumptions, roofline
@@ -154,8 +163,32 @@ def step_time_of(config: Config, spec: ModelSpec) -> Basis:
         kv_dtype = None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         dtype = None if config.dtype == "auto" else config.dtype
         found = roofline(spec, device, config.tensor_parallel_size, dtype, kv_dtype)
-        return Basis(found, f"{device.name}: {found.label}", (Assumptions().text(),), None)
+        block_bytes = _block_bytes(config, spec)
+        moves = replace(FREE_MOVES, block_bytes=block_bytes)
+        if device.pcie_bandwidth:
+            moves = moves_of_device(device, block_bytes)
+        return Basis(found, f"{device.name}: {found.label}", (Assumptions().text(),), None, moves)
     raise UsageError("`kvtwin simulate` needs --calibration FILE (a measured machine) or --hardware NAME (a roofline).")
+
+
+def _block_bytes(config: Config, spec: ModelSpec) -> int:
+    """Bytes of a KV block on one device, of the type that the options or the model's file name."""
+    dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    return config.block_size * spec.kv_bytes_per_token(
+        spec.dtype if dtype == "auto" else dtype, config.tensor_parallel_size
+    )
+
+
+def _cost_model(config: Config, basis: Basis) -> CostModel | None:
+    """What --preemption-mode auto goes by: the costs that the simulation itself has."""
+    if config.preemption_mode != "auto":
+        return None
+    if basis.moves.label == FREE_MOVES.label:
+        raise UsageError(
+            "--preemption-mode auto compares costs, and those of block moves are not known: profile and calibrate "
+            "again, or name hardware with a link."
+        )
+    return cost_model(basis.step_time, basis.moves)
 
 
 def kv_blocks(config: Config, spec: ModelSpec) -> tuple[int, str]:
@@ -203,9 +236,11 @@ def _predict(
 ) -> Prediction:
     from sim.simulate import share_outside_hull
 
-    found = _run(config, trace, options, basis.step_time, interrupted, record=config.record_blocks)
+    found = _run(config, trace, options, basis, basis.step_time, interrupted, record=config.record_blocks)
     tables = _tables(found, options)
     summary = summarize(tables, options.num_blocks, slo_of(config))
+    if options.num_host_blocks or config.n > 1 or config.beam_width:
+        assumption = ". ".join(text for text in (assumption, basis.moves.label) if text)
     about: dict[str, Any] = {
         "basis": "calibration" if basis.calibration else "roofline",
         "label": basis.label,
@@ -220,7 +255,7 @@ def _predict(
         about["share_outside_hull"] = share_outside_hull(found, calibration.hull)
         if config.bands and not interrupted():
             others = {
-                name: summarize(_tables(_run(config, trace, options, model, interrupted), options), options.num_blocks)
+                name: summarize(_tables(_run(config, trace, options, basis, model, interrupted), options), options.num_blocks)
                 for name, model in calibration.band_models(REFITS).items()
             }
             if not interrupted():  # or else some of them are of a part of the trace
@@ -234,6 +269,7 @@ def _run(
     config: Config,
     trace: Trace,
     options: SchedulerConfig,
+    basis: Basis,
     step_time: StepTime,
     stop: Callable[[], bool],
     record: bool = False,
@@ -248,6 +284,11 @@ def _run(
         fast_forward=config.fast_forward,
         record_blocks=config.record_blocks_limit if record else 0,
         stop=stop,
+        moves=basis.moves,
+        n=config.beam_width or config.n,
+        beam=config.beam_width is not None,
+        forks=config.parallel_sampling == "fork",
+        seed=config.seed,
     )
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sim.errors import CalibrationError, SimError
+from sim.moves import CopyTime, MoveTime
 from sim.steptime import StepTime
 
 if TYPE_CHECKING:
@@ -327,6 +328,8 @@ class Calibration:
     """Coefficients refitted to resampled batches."""
     batches: int
     profile_digest: str
+    moves: MoveTime | None
+    """Fitted to the profile's block moves, where it has any."""
     about: dict[str, Any]
     """What the profile says about itself: dtype, threads, block size, versions, date; `graph_sizes` are the numbers of
     tokens that the engine pads up to, where it does."""
@@ -349,6 +352,13 @@ class Calibration:
         """The fitted model."""
         return StepTime.from_coefficients(self.coefficients, label=self.label(), buckets=_graph_sizes(self.about))
 
+    def move_time(self, block_size: int) -> MoveTime | None:
+        """The fitted block moves, for blocks of that many tokens; None where none were measured."""
+        if self.moves is None:
+            return None
+        token_bytes = self.moves.block_bytes / int(self.about["block_size"])
+        return replace(self.moves, block_bytes=round(token_bytes * block_size))
+
     def band_models(self, refits: int | None = None) -> dict[str, StepTime]:
         """Models whose predictions span the band: `low`, `high`, and up to `refits` bootstrap refits."""
         fitted = self.step_time()
@@ -368,7 +378,8 @@ class Calibration:
 
     def to_json(self) -> str:
         """The file's text: the same calibration always gives the same bytes."""
-        values = asdict(self) | {"format": FORMAT, "version": VERSION, "band": self.band}
+        moves = None if self.moves is None else self.moves.to_dict()
+        values = asdict(self) | {"moves": moves, "format": FORMAT, "version": VERSION, "band": self.band}
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -424,7 +435,8 @@ def calibrate(profile: str | Path | pd.DataFrame, about: Mapping[str, Any] | Non
         refits=refits,
         batches=len(fitted),
         profile_digest=str(found.pop("digest")),
-        about={key: value for key, value in found.items() if key not in {"model", "device"}},
+        moves=fit_moves(found),
+        about={key: value for key, value in found.items() if key not in {"model", "device", "copies"}},
     )
 
 
@@ -441,6 +453,42 @@ def _choose(batches: _Batches, turns: Sequence[float]) -> tuple[float, bool, np.
     with_rows = best[True][0] < ROWS_GAIN**2 * best[False][0]
     _, turn, predicted = best[with_rows]
     return turn, with_rows, predicted
+
+
+def fit_moves(about: Mapping[str, Any]) -> MoveTime | None:
+    """Latency, cost of a copy and cost of a byte of each direction, fitted to the block moves of a profile.
+
+    Non-negative least squares of relative errors, as for steps. Page-locked memory counts where it was measured. None
+    where the profile has no block moves. Raises CalibrationError where they are not what a profile has.
+    """
+    entries = about.get("copies")
+    if not entries:
+        return None
+    fitted: dict[str, CopyTime] = {}
+    worst = 0.0
+    try:
+        memory = "pinned" if any(entry["memory"] == "pinned" for entry in entries) else entries[0]["memory"]
+        for direction in ("store", "load", "local"):
+            chosen = [e for e in entries if e["direction"] == direction and (e["memory"] == memory or direction == "local")]
+            counts = np.array([entry["blocks"] for entry in chosen], dtype=float)
+            sizes = np.array([entry["bytes"] for entry in chosen], dtype=float)
+            times = np.array([entry["ns_median"] for entry in chosen], dtype=float)
+            if len(chosen) < 3 or not (np.isfinite(times) & (times > 0)).all():
+                raise ValueError(f"there are {len(chosen)} measurements of {direction}, some perhaps without a time")
+            design = np.column_stack([np.ones(len(chosen)), counts, sizes])
+            values = _solve(design, times)
+            worst = max(worst, float(np.mean(np.abs(design @ values / times - 1.0))))
+            fitted[direction] = CopyTime(*values.tolist())
+        on_cpu = str(about.get("device", "unknown")).lower().startswith("cpu")
+        rates = ", ".join(f"{name} {fitted[name].bandwidth / 1e9:.1f}" for name in fitted)
+        return MoveTime(
+            int(about["block_bytes"]),
+            **fitted,
+            beside=not on_cpu,
+            label=f"block moves fitted to {len(entries)} measurements ({memory} memory): {rates} GB/s, {worst:.0%} off",
+        )
+    except (KeyError, TypeError, ValueError, SimError) as error:
+        raise CalibrationError(f"The block moves of the profile are damaged: {error}.") from error
 
 
 def _graph_sizes(about: Mapping[str, Any]) -> tuple[int, ...]:
@@ -493,6 +541,7 @@ def load_calibration(path: str | Path) -> Calibration:
             refits=tuple(dict(refit) for refit in values["refits"]),
             batches=int(values["batches"]),
             profile_digest=str(values["profile_digest"]),
+            moves=MoveTime.from_dict(values["moves"]) if values.get("moves") else None,
             about=dict(values["about"]),
         )
         loaded.step_time()

@@ -50,6 +50,10 @@ STEP_COLUMNS = (
     "num_running",
     "admitted",
     "preempted",
+    "swap_out_blocks",
+    "swap_in_blocks",
+    "copied_blocks",
+    "num_transfers",
     "held",
     "tail",
     "reserved_may",
@@ -67,7 +71,7 @@ _OUTCOME_NAMES = np.array(["unfinished", "length", "stop", "aborted", "rejected"
 
 
 class Recorder:
-    """Collects the two tables in memory, in flat arrays: about 100 bytes a request and 170 a step or run."""
+    """Collects the two tables in memory, in flat arrays: about 100 bytes a request and 200 a step or run."""
 
     def __init__(self, scheduler: Scheduler, blocks: BlockRecorder | None = None) -> None:
         self.blocks = blocks
@@ -170,6 +174,10 @@ class Recorder:
             scheduler.num_running,
             len(plan.admitted),
             len(plan.preempted) + self._lost,
+            len(plan.swap_out),
+            len(plan.swap_in),
+            len(plan.copies),
+            len(plan.transfers),
         )
         self._lost = 0
         self._steps.extend(row + scheduler.usage_row())
@@ -238,6 +246,10 @@ class Recorder:
                 0,
                 waiting,
                 running,
+                0,
+                0,
+                0,
+                0,
                 0,
                 0,
                 usage.held + num,
@@ -358,6 +370,7 @@ class DecisionLog:
             "taken": [int(block) for block in taken],
             "hits": [item.start for item in plan.prefills if item.request in plan.admitted],
             "preempted": list(plan.preempted),
+            "moves": _moves(plan),
             "finished": [],
             "usage": list(scheduler.usage()),
         }
@@ -367,3 +380,25 @@ class DecisionLog:
     def completed(self, plan: StepPlan, outcome: StepOutcome, events: StepEvents) -> None:
         self.ends.append(outcome.end)
         self._by_seq.pop(plan.seq)["finished"] = [finish.request for finish in events.finished]
+
+
+def _moves(plan: StepPlan) -> list[int]:
+    """A plan's block moves, flat: how many of each phase and of each transfer, each followed by (source, destination).
+
+    In the order swap_out, swap_in, copies, then (1 for a load or 0, ...) of each transfer, and revoked transfers.
+    Empty where nothing moves.
+    """
+    if not (plan.swap_out or plan.swap_in or plan.copies or plan.transfers or plan.revoked):
+        return []
+    flat: list[int] = []
+    for copies in (plan.swap_out, plan.swap_in, plan.copies):
+        flat.append(len(copies))
+        for copy in copies:
+            flat += (int(copy.src), int(copy.dst))
+    for transfer in plan.transfers:
+        flat += (int(transfer.load), len(transfer.copies))
+        for copy in transfer.copies:
+            flat += (int(copy.src), int(copy.dst))
+    flat.append(-1)
+    flat += plan.revoked
+    return flat
