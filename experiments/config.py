@@ -125,7 +125,12 @@ class Config:
         0.0, "memory", "host memory for swapped sequences, where --preemption-mode swaps", unit="GiB", low=0, high=1e6
     )
     kv_offloading_size: float = _option(
-        0.0, "memory", "host memory behind the prefix cache: what the device evicts is kept", unit="GiB", low=0, high=1e6
+        0.0,
+        "memory",
+        "host memory behind the prefix cache: what the device evicts is kept",
+        unit="GiB",
+        low=0,
+        high=1e6,
     )
 
     # -- scheduler
@@ -218,9 +223,7 @@ class Config:
     length_penalty: float = _option(
         1.0, "sampling", "beam search: divides a score by the length to this power", low=-100, high=100
     )
-    early_stopping: str = _option(
-        "false", "sampling", "beam search: when to stop", choices=("false", "true", "never")
-    )
+    early_stopping: str = _option("false", "sampling", "beam search: when to stop", choices=("false", "true", "never"))
     max_tokens: int = _option(64, "sampling", "most tokens to generate", unit="tokens", low=1, high=1 << 24)
     min_tokens: int = _option(0, "sampling", "no stop before so many tokens", unit="tokens", low=0, high=1 << 24)
     temperature: float = _option(0.0, "sampling", "0: greedy", low=0, high=100)

@@ -255,7 +255,9 @@ def _predict(
         about["share_outside_hull"] = share_outside_hull(found, calibration.hull)
         if config.bands and not interrupted():
             others = {
-                name: summarize(_tables(_run(config, trace, options, basis, model, interrupted), options), options.num_blocks)
+                name: summarize(
+                    _tables(_run(config, trace, options, basis, model, interrupted), options), options.num_blocks
+                )
                 for name, model in calibration.band_models(REFITS).items()
             }
             if not interrupted():  # or else some of them are of a part of the trace

@@ -469,7 +469,9 @@ def fit_moves(about: Mapping[str, Any]) -> MoveTime | None:
     try:
         memory = "pinned" if any(entry["memory"] == "pinned" for entry in entries) else entries[0]["memory"]
         for direction in ("store", "load", "local"):
-            chosen = [e for e in entries if e["direction"] == direction and (e["memory"] == memory or direction == "local")]
+            chosen = [
+                e for e in entries if e["direction"] == direction and (e["memory"] == memory or direction == "local")
+            ]
             counts = np.array([entry["blocks"] for entry in chosen], dtype=float)
             sizes = np.array([entry["bytes"] for entry in chosen], dtype=float)
             times = np.array([entry["ns_median"] for entry in chosen], dtype=float)
@@ -483,7 +485,9 @@ def fit_moves(about: Mapping[str, Any]) -> MoveTime | None:
         rates = ", ".join(f"{name} {fitted[name].bandwidth / 1e9:.1f}" for name in fitted)
         return MoveTime(
             int(about["block_bytes"]),
-            **fitted,
+            store=fitted["store"],
+            load=fitted["load"],
+            local=fitted["local"],
             beside=not on_cpu,
             label=f"block moves fitted to {len(entries)} measurements ({memory} memory): {rates} GB/s, {worst:.0%} off",
         )

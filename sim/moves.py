@@ -98,9 +98,15 @@ class MoveTime:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MoveTime:
         """Raises KeyError, TypeError or SimError where the values are not what `to_dict` gives."""
-        directions = {name: CopyTime(**values[name]) for name in ("store", "load", "local")}
-        rest = {name: values[name] for name in ("block_bytes", "pieces", "beside", "label")}
-        return cls(**directions, **rest)
+        return cls(
+            block_bytes=int(values["block_bytes"]),
+            store=CopyTime(**values["store"]),
+            load=CopyTime(**values["load"]),
+            local=CopyTime(**values["local"]),
+            pieces=int(values["pieces"]),
+            beside=bool(values["beside"]),
+            label=str(values["label"]),
+        )
 
 
 FREE_MOVES = MoveTime(0, CopyTime(), CopyTime(), CopyTime(), beside=False, label="block moves cost nothing")

@@ -62,7 +62,9 @@ def measure_copies(cache: PagedKVCache, seed: int = 0, repeats: int = _REPEATS) 
             for _ in range(repeats + 1):
                 for times, (direction, count) in zip(samples, batches, strict=True):
                     order = rng.permutation(num_blocks)
-                    times.append(_time(scratch, host, direction, order[:count].tolist(), order[count:][:count].tolist()))
+                    times.append(
+                        _time(scratch, host, direction, order[:count].tolist(), order[count:][:count].tolist())
+                    )
             for times, (direction, count) in zip(samples, batches, strict=True):
                 low, middle, high = statistics.quantiles(times[1:], n=4, method="inclusive")
                 entries.append(

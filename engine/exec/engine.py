@@ -225,11 +225,12 @@ class _Inbox:
                 continue
             params = item.params
             together = self._forks or params.use_beam_search
+            identity = item.identity or TokenIdentity(item.prompt, self._block_size)
             spec = RequestSpec(
                 item.arrival,
                 len(item.prompt),
                 params.max_tokens,
-                item.identity or TokenIdentity(item.prompt, self._block_size),
+                identity,
                 item.priority,
                 item.deadline,
                 item.tenant,
@@ -244,11 +245,11 @@ class _Inbox:
                 continue
             self._waiting[item.row] = item
             # Requests of their own each need an identity of their own, made before the first one grows.
-            others = [] if together else [spec.identity.fork() for _ in range(params.num_sequences - 1)]
+            others = [] if together else [identity.fork() for _ in range(params.num_sequences - 1)]
             yield Add(spec, item.row)
-            for identity in others:
+            for other in others:
                 if item.row in self._rows:
-                    yield Add(spec._replace(identity=identity), item.row)
+                    yield Add(spec._replace(identity=other), item.row)
             self._waiting.pop(item.row, None)
 
     def _unknown_token(self, item: EngineRequest) -> str | None:
