@@ -1,8 +1,8 @@
 """`kvtwin profile`: batches of many shapes, timed through the real engine.
 
 How many batches fit the time is decided from a rough guess of the machine's speed, put right by a probe of three
-batches. Block moves are timed first, which takes a few seconds. The batches come in random order and the clock has the last word, so that a machine which is slower than that
-still gives a profile of the whole range, only a sparser one.
+batches. Block moves are timed first, which takes a few seconds. The batches come in random order and the clock has the
+last word, so that a machine which is slower than that still gives a profile of the whole range, only a sparser one.
 """
 
 from __future__ import annotations

@@ -61,8 +61,9 @@ class SimExecutor:
     """Runs plans on a step-time model (a `FastExecutor` of the core).
 
     `stops` has the number of output tokens after which a request stops by itself, for those that stop before their
-    max_tokens; a request is put there before it is scheduled, with all of its sequences (see `begin`). `observe` is called with each explicit plan when it is
-    submitted, while its rows can be read.
+    max_tokens; a request is put there before it is scheduled, with all of its sequences (see `begin`). `observe` is
+    called with each explicit plan when it is submitted, while its rows can be read. `moves` says what block moves cost;
+    `beam_churn` and `seed` who continues whom in a beam.
     """
 
     def __init__(

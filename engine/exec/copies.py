@@ -31,9 +31,9 @@ _REPEATS = 9
 def measure_copies(cache: PagedKVCache, seed: int = 0, repeats: int = _REPEATS) -> list[dict[str, Any]]:
     """One entry for each direction, kind of host memory, size of a block and number of blocks.
 
-    Blocks are scattered over scratch pools like `cache`, which is not touched. `ns_median`, `ns_p25` and `ns_p75` are of
-    the whole batch, until its last byte has arrived; the first of `repeats` + 1 rounds is not counted. Rounds go through
-    all batches, so that another program which has the machine for a moment does not spoil all samples of one.
+    Blocks are scattered over scratch pools like `cache`, which is not touched. `ns_median`, `ns_p25` and `ns_p75` are
+    of the whole batch, until its last byte has arrived; the first of `repeats` + 1 rounds is not counted. Rounds go
+    through all batches, so that another program which has the machine for a moment does not spoil all samples of one.
     """
     memories = ("pinned", "pageable") if cache.keys.is_cuda else ("plain",)
     rng = np.random.default_rng(seed)

@@ -124,7 +124,12 @@ def test_logprobs_are_the_models_own_and_include_the_sampled_token():
 @pytest.mark.parametrize(
     ("values", "name"),
     [
-        ({"n": 2}, "n is 2"),
+        ({"n": 0}, "n is 0"),
+        ({"n": 3, "beam_width": 2}, "n is 3 and beam_width is 2"),
+        ({"n": 3, "best_of": 2}, "best_of is 2"),
+        ({"beam_width": 2, "best_of": 4}, "best_of and beam search"),
+        ({"beam_width": 2, "early_stopping": "soon"}, "early_stopping is 'soon'"),
+        ({"beam_width": 2, "stop": "x"}, "beam search does not take stop"),
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": "hot"}, "temperature is 'hot'"),

@@ -56,7 +56,8 @@ def test_command_defaults_rank_below_everything(tmp_path: Path) -> None:
         ({"gpu_memory_utilization": "1.5"}, ["--gpu-memory-utilization", "at most 1", "1.5"]),
         ({"gpu_memory_utilization": "nan"}, ["--gpu-memory-utilization", "number"]),
         ({"time_scale": "0"}, ["--time-scale", "above 0"]),
-        ({"swap_space": "4"}, ["--swap-space", "not supported yet"]),
+        ({"swap_space": "-4"}, ["--swap-space", "at least 0"]),
+        ({"preemption_mode": "swop"}, ["--preemption-mode", "swap"]),
         ({"free_order": "single-que"}, ["--free-order", "single-queue"]),
     ],
 )
