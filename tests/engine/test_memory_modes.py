@@ -68,12 +68,14 @@ def serve(prompts, params, **options):
     steps = llm.recorder.steps()
     counts = {name: int(steps[name].sum()) for name in MOVES}
     counts["preempted"] = int(steps["preempted"].sum())
-    return [[(o.token_ids, o.finish_reason, o.text, o.score) for o in r.outputs] for r in results], counts
+    return [
+        [(o.token_ids, o.finish_reason, o.text, o.score and round(o.score, 9)) for o in r.outputs] for r in results
+    ], counts
 
 
 @functools.cache
 def expected():
-    """Every sequence as a request of its own, one at a time, in ample memory and without a prefix cache; beams alone."""
+    """Every sequence as a request of its own, one at a time, in ample memory without a prefix cache; beams alone."""
     outputs = []
     for prompt, params in zip(*requests(), strict=True):
         alone = [params]
