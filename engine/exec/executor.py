@@ -361,7 +361,7 @@ def _sample_sequences(sampling: Sequence[tuple[Row, RequestState]], logits: torc
             wanted.append((row.request - state.index + sequence.index, sequence))
     if not wanted:
         return
-    if len(places) != len(sampling):
+    if places != list(range(len(sampling))):
         logits = logits[places]
     drawn = sample(logits, [state.next_sample() for _, state in wanted])
     for (request, state), token, logprobs in zip(wanted, drawn.tokens, drawn.logprobs, strict=True):
