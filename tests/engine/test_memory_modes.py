@@ -21,8 +21,8 @@ LONGEST = 110
 """Tokens of the longest request, prompt and output."""
 MOVES = ("swap_out_blocks", "swap_in_blocks", "copied_blocks", "num_transfers")
 HOST_GIB = 0.02
-EVEN = LinearCost(token_ns=40.0, swap_latency_ns=100.0, block_ns=200.0)
-"""Costs by which some sequences are swapped and others are recomputed, at a block size of 8."""
+EVEN = LinearCost(token_ns=40.0, pair_ns=1.0, swap_latency_ns=100.0, block_ns=200.0)
+"""Costs by which long sequences are swapped and short ones recomputed, at a block size of 8."""
 
 
 @functools.cache
