@@ -82,8 +82,7 @@ def test_a_plan_without_rows_ends_with_the_next_transfer():
     """Where there is nothing to compute and nothing to move, the step lasts until a transfer ends."""
     executor = SimExecutor(STEP, moves=MOVES)
     outcome = run(executor, plan(1, 0, transfers=(Transfer(1, True, copies(1)), Transfer(2, False, copies(9)))))
-    assert (outcome.end, [end.id for end in outcome.transfers]) == (100 + 90 + 72, [1, 2])[:0] or outcome.end == 236
-    assert [end.id for end in outcome.transfers] == [1]
+    assert (outcome.end, [end.id for end in outcome.transfers]) == (236, [1])
     outcome = run(executor, plan(2, 0))
     assert (outcome.end, [end.id for end in outcome.transfers]) == (262, [2])
 
@@ -153,7 +152,8 @@ def test_the_fit_finds_latency_copies_and_bandwidth_of_each_direction():
     entries = measured(*truth, memory="pinned") + measured(*slow, memory="pageable")[:36]
     about = {"copies": entries, "block_bytes": 1 << 16, "device": "cuda"}
     found = fit_moves(about)
-    assert found is not None and found.beside
+    assert found is not None
+    assert found.beside
     for one, other in zip((found.store, found.load, found.local), truth, strict=True):
         assert (one.latency, one.copy, one.byte) == pytest.approx((other.latency, other.copy, other.byte), rel=0.02)
     cost = cost_model(StepTime(step=7.0, token=100.0, token_above=50.0, work=2.0), found)
