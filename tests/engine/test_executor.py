@@ -161,16 +161,16 @@ def test_a_row_may_read_what_another_row_of_the_same_step_writes():
 
 
 def test_plans_that_contradict_the_tokens_stop_the_run():
-    """A row that would sample a token out of turn, or a copy nobody implements, is an invariant error."""
+    """A row that would sample a token out of turn, or a swap where there is no host pool, is an invariant error."""
     for steps in (1, 2):
         executor, view = make(steps), View(r0=list(range(8)))
         executor.add(0, PROMPT, GREEDY)
         with pytest.raises(InvariantError, match="samples token 20 of request 0, which has 21 tokens"):
             run(executor, plan(1, [PlanItem(0, 0, 0, 20, True)]), view)
-        copying = plan(2, [PlanItem(0, 0, 0, 21, True)])
-        copying.copies = (BlockCopy(BlockId(0), BlockId(1)),)
-        with pytest.raises(InvariantError, match="copies"):
-            executor.submit(copying, view, 0)
+        swapping = plan(2, [PlanItem(0, 0, 0, 21, True)])
+        swapping.swap_out = (BlockCopy(BlockId(0), BlockId(1)),)
+        with pytest.raises(InvariantError, match="no host pool"):
+            run(executor, swapping, view)
         executor.close()
     with pytest.raises(OptionError, match="steps_in_flight is 3"):
         make(3)

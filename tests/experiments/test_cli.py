@@ -33,7 +33,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
         ("simulate --trace t --out o --block-size 0", "--block-size must be at least 1"),
         ("simulate --trace t --out o --block-size", "--block-size"),
         ("simulate --trace t --out o --gpu-memory-utilization 1.01", "at most 1"),
-        ("simulate --trace t --out o --swap-space 4", "not supported yet"),
+        ("simulate --trace t --out o --swap-space -4", "at least 0"),
         ("simulate --out o", "needs --trace"),
         ("run --trace t", "needs --out"),
         ("run --trace t --out o --max-tokens 3", "does not take --max-tokens"),
