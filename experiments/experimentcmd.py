@@ -47,6 +47,9 @@ EXPERIMENTS: dict[str, Entry] = {
     "block_size": Entry(
         "experiments.block_size", "what the block size changes, and what 180 -> 245 requests would require"
     ),
+    "preemption": Entry(
+        "experiments.preemption", "recompute, swap, auto and reject over block size and link; the election night"
+    ),
 }
 """By name, in alphabetic order."""
 
