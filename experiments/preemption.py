@@ -67,8 +67,8 @@ def run(context: Context) -> ExperimentResult:
     ]
     ratios = [c["recompute_ms"] / c["swap_ms"] for c in usual]
     notes.append(
-        f"On PCIe 4 with copies a layer at a time, recompute takes {min(ratios):.2f} to {max(ratios):.2f} times as long "
-        "as a swap at blocks of 16 to 64; the PagedAttention paper finds them comparable there (its section 7.3)."
+        f"On PCIe 4 with copies a layer at a time, recompute takes {min(ratios):.2f} to {max(ratios):.2f} times as "
+        "long as a swap at blocks of 16 to 64; the PagedAttention paper finds them comparable there (its section 7.3)."
     )
     summary = {"costs": costs, "served": served, "night": night, "bound": bound}
     tables = [_cost_table(costs), _served_table(served), _night_table(night)]
