@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from engine.core.cohort import by_key
 from engine.core.errors import InvariantError
 from engine.core.extents import ExtentPool
+from engine.core.identity import TokenIdentity
 from engine.core.request import RUNNING, WAITING, Request
 from engine.core.types import BlockId, Usage
 
@@ -72,6 +73,9 @@ def check(scheduler: Scheduler) -> None:
         _demand(0 <= pending <= len(scheduler._flight), f"request {r.id} waits for {pending} tokens", requests)
         _demand(scheduler._written(r) <= sched, f"request {r.id} has more written than planned", requests)
         _demand(known - r.num_prompt <= r.cap, f"request {r.id} has more outputs than it may", requests)
+        if scheduler._sampled and isinstance(r.identity, TokenIdentity) and not r.is_beam:
+            told = r.base + max(min(r.told, scheduler._done), r.floor) + 1 if r.in_cohort else known
+            _demand(len(r.identity.tokens) == told, f"the identity of request {r.id} knows other tokens", requests)
         most = min(r.num_prompt + r.cap + config.num_lookahead_tokens, config.max_model_len)
         _demand(len(r.table) <= -(-most // size), f"the table of request {r.id} is too long", requests)
 

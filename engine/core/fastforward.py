@@ -73,6 +73,7 @@ def advance(scheduler: Scheduler, ends: Sequence[int]) -> list[StepPlan]:
         else:
             for done in range(first - 1 - lag, last - lag):
                 for request in cohort.filling(done):
+                    scheduler._catch_up(request)
                     manager.publish(request, request.base + done)
     scheduler._filled = last - lag
     scheduler._lag = lag

@@ -21,7 +21,7 @@ from engine.core.types import BlockId, PlanItem
 if TYPE_CHECKING:
     from engine.core.scheduler import Scheduler
 
-__all__ = ["admit_beam", "append_tokens", "begin", "ended", "fork", "go_on", "place_beam", "reorder", "unused_twice"]
+__all__ = ["admit_beam", "begin", "ended", "fork", "go_on", "place_beam", "reorder", "unused_twice"]
 
 
 def begin(scheduler: Scheduler, root: Request) -> None:
@@ -103,15 +103,6 @@ def go_on(scheduler: Scheduler, group: Group, ends: Mapping[int, tuple[Request, 
         if member.state == RUNNING and member.id not in ends:
             member.waits = False
             scheduler._insert_chunk(member)
-
-
-def append_tokens(scheduler: Scheduler, tokens: Mapping[int, int]) -> None:
-    """Tokens of sequences become known to their identities; those of a beam change owners and never do."""
-    for id, token in tokens.items():
-        request = scheduler._requests.get(id)
-        if request is None or request.group is None or request.group.beam or request.identity is None:
-            continue
-        request.identity.append(token)
 
 
 def ended(scheduler: Scheduler, group: Group, request: Request) -> None:

@@ -62,6 +62,7 @@ class Request:
         "state",
         "table",
         "ticket",
+        "told",
         "waits",
         "written",
     )
@@ -114,6 +115,8 @@ class Request:
         """In the cohort: the plan after which it joined."""
         self.floor = 0
         """In the cohort: all that plans up to this one sampled for it was known when it joined."""
+        self.told = 0
+        """In the cohort: the last plan whose token its identity knows."""
         self.row_seq = 0
         """The last plan in which it was a cohort row although it has left the cohort since."""
         self.sample_seq = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -105,6 +105,8 @@ class Scheduler:
         """Kept free blocks after each plan of the last `advance`."""
         self.run_unreachable: list[int] = []
         """`reserved_cannot` after each plan of the last `advance`, where blocks are reserved; otherwise empty."""
+        self._sampled: dict[int, Mapping[int, int]] = {}
+        """What the latest completed plans sampled, by plan: as far back as a block takes to fill, and a little more."""
         self._lag = 0
         """Plans that were in flight when the newest plan was made."""
         self._threshold = config.long_prefill_token_threshold
@@ -392,6 +394,7 @@ class Scheduler:
                 continue  # it was a victim in this very step
             if request.in_cohort:
                 if self._make_room(request, request.base + seq, preempted) and request.id in filled:
+                    self._catch_up(request)
                     self.manager.publish(request, filled[request.id])
                 continue
             if request.group is not None and request.group.beam and request.group.forked:
@@ -607,6 +610,7 @@ class Scheduler:
                 request.waits = True
             else:
                 cohort.join(request, seq)
+                request.told = seq
                 joined.append((request.id, request.epoch, outputs))
         if joined:
             plan.joined = tuple(joined)
@@ -648,6 +652,7 @@ class Scheduler:
     def _leave_cohort(self, request: Request) -> None:
         """The request goes on outside the cohort; it still gets the tokens that plans in flight sample for it."""
         written = self._written(request)
+        self._catch_up(request)
         self._cohort.leave(request, self._seq, self._done)
         request.written = written
         for flight in self._flight:
@@ -696,6 +701,7 @@ class Scheduler:
         if request.state == RUNNING:
             written = self._written(request)
             if request.in_cohort:
+                self._catch_up(request)
                 self._cohort.leave(request, self._seq, self._done)
             elif request in self._chunks:
                 self._chunks.remove(request)
@@ -766,6 +772,7 @@ class Scheduler:
         """Members that filled a block in a plan up to `upto` publish it."""
         for seq in range(self._filled + 1, upto + 1):
             for request in self._cohort.filling(seq):
+                self._catch_up(request)
                 self.manager.publish(request, request.base + seq)
 
     def _note_writes(self, request: Request, start: int) -> None:
@@ -798,11 +805,10 @@ class Scheduler:
         if outcome.transfers and self.transfers is not None:
             for end in outcome.transfers:
                 tiers.transfer_ended(self, end.id, end.ok)
-        if outcome.tokens is not None:
-            for id, token in outcome.tokens.items():
-                request = requests.get(id)
-                if request is not None and request.identity is not None and request.group is None:
-                    request.identity.append(token)
+        tokens = outcome.tokens
+        if tokens is not None:
+            self._sampled[seq] = tokens
+            self._sampled.pop(seq - 2 * self.config.block_size - 2, None)
         ends: dict[int, tuple[Request, str]] = {}
         first: list[int] = []
         forked: list[tuple[int, int]] = []
@@ -832,11 +838,14 @@ class Scheduler:
                     if child.known - child.num_prompt >= child.cap:
                         ends[child.id] = (child, "length")
             groups.go_on(self, group, ends)
-        if self._groups and outcome.tokens is not None:
-            groups.append_tokens(self, outcome.tokens)
         for request in flight.detached:
             if request.state != FINISHED and not request.in_cohort:
                 self._got_token(request, ends)
+        if tokens:
+            apart = [item.request for item in plan.prefills if item.samples]
+            apart += [request.id for request in flight.detached]
+            apart += [child for _, child in forked]
+            self._tell_apart(apart, tokens)
         for key in flight.pending_keys:
             if self._writing[key] == 1:
                 del self._writing[key]
@@ -845,6 +854,7 @@ class Scheduler:
         if not self._share and self._cohort.num_sharing:
             for request in self._cohort.filling(seq):
                 if request.join_seq < seq:
+                    self._catch_up(request)
                     self.manager.publish(request, request.base + seq)
         for finish in outcome.finished:
             request = requests.get(finish.request)
@@ -855,6 +865,29 @@ class Scheduler:
             finished.append(self._end(request, reason))
         resumed = tuple((id, before) for id, before in flight.resumed if id in requests or id in ends)
         return StepEvents(tuple(first), resumed, tuple(finished), tuple(forked))
+
+    def _tell_apart(self, ids: Sequence[int], tokens: Mapping[int, int]) -> None:
+        """Tell the identities of requests that were not cohort rows, or are not any more, what a step sampled."""
+        for id in ids:
+            request = self._requests.get(id)
+            if request is not None and request.identity is not None and id in tokens and not request.is_beam:
+                request.identity.append(tokens[id])
+
+    def _catch_up(self, request: Request) -> None:
+        """Tell the identity of a cohort member what completed steps have sampled for it since it was told last.
+
+        That is as often as it fills a block or leaves: a step need not touch those that do neither.
+        """
+        identity = request.identity
+        if identity is not None and self._sampled:
+            sampled = self._sampled
+            id = request.id
+            for seq in range(request.told + 1, self._done + 1):
+                tokens = sampled.get(seq)
+                if tokens is not None and id in tokens:
+                    identity.append(tokens[id])
+        if request.told < self._done:
+            request.told = self._done
 
     def _got_token(self, request: Request, ends: dict[int, tuple[Request, str]]) -> None:
         """A step has sampled a token for a request outside the cohort."""

@@ -55,7 +55,8 @@ class BlockIdentity(Protocol):
         ...
 
     def append(self, token: int) -> None:
-        """One generated token became known."""
+        """One generated token became known: in order, but several at once where nobody asked in between; and maybe
+        never where `shares_output` is false."""
         ...
 
     def fork(self) -> BlockIdentity:

@@ -705,6 +705,22 @@ MUTANTS: list[Mutant] = [
         "num * (turns - 1)",
         "num * turns",
     ),
+    _mutant(
+        "an identity is told a token twice",
+        "programs",
+        Scheduler,
+        "_catch_up",
+        "if request.told < self._done:",
+        "if True:",
+    ),
+    _mutant(
+        "an identity is not told what was sampled before it left the cohort",
+        "programs",
+        Scheduler,
+        "_leave_cohort",
+        "self._catch_up(request)",
+        "pass",
+    ),
     # Fork and copy-on-write.
     _mutant(
         "a shared block written in place",
