@@ -50,6 +50,7 @@ EXPERIMENTS: dict[str, Entry] = {
     "preemption": Entry(
         "experiments.preemption", "recompute, swap, auto and reject over block size and link; the election night"
     ),
+    "waste": Entry("experiments.waste", "what share of KV memory holds tokens, paged and contiguous"),
 }
 """By name, in alphabetic order."""
 
