@@ -95,6 +95,7 @@ class SimExecutor:
         self.stops: dict[int, int] = {}
         self._flight: deque[tuple[StepPlan, int, tuple[Finish, ...]]] = deque()
         """Plans submitted and not collected, when they end, and who stops in them."""
+        self._view: PlanView | None = None
         self._free_at = 0
         """When the newest plan ends."""
         self._preview: list[int] = []
@@ -108,6 +109,7 @@ class SimExecutor:
     # ---- Executor -------------------------------------------------------------------------------------------------
 
     def submit(self, plan: StepPlan, view: PlanView, now: int) -> None:
+        self._view = view
         if self._observe is not None:
             self._observe(plan)
         stopped: tuple[Finish, ...] = ()
@@ -280,12 +282,16 @@ class SimExecutor:
         """Those due in this plan that have a row in it.
 
         A request may lose its turn to a prefill before it; it is told of again when it joins again. In a plan that
-        repeats the one before, everybody has a row.
+        repeats the one before, everybody who runs has a row. Who was preempted by a plan that had no rows does not.
         """
         due = self._due.pop(plan.seq, None)
         if due is None:
             return ()
-        if not repeated:
+        if repeated:
+            view = self._view
+            for request in [request for request in due if view is None or not view.table(request)]:
+                del due[request], self._stop_seq[request]
+        else:
             rows = {item.request for item in plan.prefills if item.samples}
             if not due.keys() <= rows:
                 rows.update(item.request for item in plan.decodes.rows())

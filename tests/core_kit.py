@@ -12,6 +12,7 @@ from itertools import product
 from engine.core import (
     NO_LIMIT,
     Admission,
+    BlockIdentity,
     Finish,
     RequestSpec,
     RequestView,
@@ -39,6 +40,7 @@ __all__ = [
     "followers_everywhere",
     "full_prompt",
     "output_token",
+    "request_of",
     "simulate",
 ]
 
@@ -61,6 +63,10 @@ class Job:
     salt: bytes = b""
     private: bool = False
     priority: int = 0
+    tenant: int = 0
+    patience: int | None = None
+    """Its deadline comes so much after its arrival."""
+    predicted: int = 0
     early: bool = False
     """It comes at its own time even if it follows a job that has not ended. (Without a clock, all do.)"""
     quote: int | None = None
@@ -175,6 +181,23 @@ def followers_everywhere() -> list[Case]:
     return found
 
 
+def request_of(job: Job, at: int, num_prompt: int, identity: BlockIdentity | None) -> RequestSpec:
+    """What the core is told of a job."""
+    return RequestSpec(
+        at,
+        num_prompt,
+        job.cap,
+        identity,
+        job.priority,
+        NO_LIMIT if job.patience is None else at + job.patience,
+        job.tenant,
+        job.n,
+        job.beam,
+        predicted_tokens=job.predicted,
+        oracle_tokens=min(job.out, job.cap),
+    )
+
+
 class ListInbox:
     """Jobs by time; a job that follows another comes when that one has ended."""
 
@@ -215,9 +238,7 @@ class ListInbox:
         if not job.private:
             followed = any(other.follows == i for other in self.case.jobs)
             identity = SpanIdentity(self._spans(i), size, output_id=self._name("output", i) if followed else None)
-        return RequestSpec(
-            at, len(prompt), job.cap, identity, priority=job.priority, oracle_tokens=min(job.out, job.cap)
-        )
+        return request_of(job, at, len(prompt), identity)
 
     def _spans(self, i: int) -> list[tuple[int, int]]:
         """A name for every prefix of the prompt, the same for all jobs that have it."""
@@ -266,9 +287,9 @@ class ClockExecutor:
         self.caps: dict[int, int] = {}
         self.flight: deque[tuple[StepPlan, int, tuple[Finish, ...]]] = deque()
         self.last_end = 0
-        self.stop_seq: dict[int, list[tuple[int, int]]] = {}
-        """Plan -> (request, epoch) of those whose last token it samples as cohort rows."""
-        self.epochs: dict[int, int] = {}
+        self.stop_seq: dict[int, list[int]] = {}
+        """Plan -> requests whose last token it samples."""
+        self.view: Scheduler | None = None
 
     def duration(self, plan: StepPlan, step: int = 0) -> int:
         fixed, per_token, per_context = self.cost
@@ -278,21 +299,35 @@ class ClockExecutor:
     def submit(self, plan: StepPlan, view: Scheduler, now: int) -> None:
         start = max(now, self.last_end)
         self.last_end = start + self.duration(plan)
+        self.view = view
         for item in plan.prefills:
-            self.epochs[item.request] = item.epoch
             if item.samples and self.lengths[item.request] == 1 < self.caps[item.request]:
-                self.stop_seq.setdefault(plan.seq, []).append((item.request, item.epoch))
-        for request, epoch, outputs in plan.joined:
-            left = self.lengths[request] - outputs
-            if left and self.lengths[request] < self.caps[request]:
-                self.stop_seq.setdefault(plan.seq + left, []).append((request, epoch))
-        for request in plan.preempted:
-            self.epochs[request] = self.epochs.get(request, 0) + 1
+                self.stop_seq.setdefault(plan.seq, []).append(item.request)
+        for request, _, outputs in plan.joined:
+            for due in self.stop_seq.values():
+                if request in due:
+                    due.remove(request)  # from before it had left the cohort
+            if self.lengths[request] < self.caps[request]:
+                left = max(0, self.lengths[request] - outputs)
+                self.stop_seq.setdefault(plan.seq + left, []).append(request)
         self.flight.append((plan, self.last_end, self._stops(plan)))
 
     def _stops(self, plan: StepPlan) -> tuple[Finish, ...]:
+        """Those due in this plan that have a row in it."""
         due = self.stop_seq.get(plan.seq, [])
-        return tuple(Finish(request, "stop") for request, epoch in due if self.epochs.get(request, 0) == epoch)
+        rows = [*plan.prefills, *plan.decodes.rows()] if due else []
+        has_row = {row.request for row in rows if row.samples}
+        return tuple(Finish(request, "stop") for request in due if request in has_row)
+
+    def _stops_repeated(self, plan: StepPlan) -> tuple[Finish, ...]:
+        """The same in a plan that repeats the one before: everybody who runs has a row."""
+        due = self.stop_seq.get(plan.seq, [])
+        return tuple(Finish(request, "stop") for request in due if self._runs(request))
+
+    def _runs(self, request: int) -> bool:
+        """Not preempted by a plan that had no rows, nor aborted."""
+        assert self.view is not None
+        return request in self.view._requests and bool(self.view.table(request))
 
     def collect(self) -> StepOutcome:
         plan, end, stops = self.flight.popleft()
@@ -315,11 +350,10 @@ class ClockExecutor:
         flight = self.flight
         old = len(flight)
         all_ends = self.preview(len(ends) + old)
+        told = {plan.seq: stops for plan, _, stops in flight}
         self.flight = deque()
         for plan, end in zip(plans, all_ends[len(ends) :], strict=True):
-            stops = tuple(
-                Finish(r, "stop") for r, epoch in self.stop_seq.get(plan.seq, []) if self.epochs.get(r, 0) == epoch
-            )
+            stops = told[plan.seq] if plan.seq in told else self._stops_repeated(plan)
             self.flight.append((plan, end, stops))
         self.last_end = all_ends[-1]
 

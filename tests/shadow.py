@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from core_kit import Case, beam_parents, full_prompt, output_token
+from core_kit import Case, beam_parents, full_prompt, output_token, request_of
 
 from engine.core import (
     BlockCopy,
@@ -13,6 +13,7 @@ from engine.core import (
     PlanItem,
     RequestSpec,
     Scheduler,
+    SchedulerConfig,
     StepOutcome,
     StepPlan,
     TokenIdentity,
@@ -284,22 +285,13 @@ def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
             job = jobs[i]
             prompt = full_prompt(jobs, i)
             identity = None if job.private else TokenIdentity(prompt, config.block_size, job.salt)
-            spec = RequestSpec(
-                turn,
-                len(prompt),
-                job.cap,
-                identity,
-                job.priority,
-                n=job.n,
-                beam=job.beam,
-                oracle_tokens=min(job.out, job.cap),
-            )
+            spec = request_of(job, turn, len(prompt), identity)
             id_of[i] = scheduler.add(spec, turn)
             root = 10_000 + i if job.private else int.from_bytes(job.salt + b"\0", "little")
             shadow.register(id_of[i], i, prompt, root)
-            priority = job.priority if config.scheduling_policy == "priority" else 0
+            place = expected_key(config, spec, scheduler, id_of[i])
             for id in range(id_of[i], id_of[i] + job.n):
-                order[id] = (priority, turn, id)
+                order[id] = (*place, turn, id)
         abort(in_flight=False)
         plan = scheduler.schedule(turn)
         preempted.update(plan.preempted)
@@ -400,10 +392,54 @@ def _check_order(plan: StepPlan, scheduler: Scheduler, order: dict[int, tuple[in
     begun = [place for new, place in placed if new]
     admitted = [order[request] for request in plan.admitted]
     waiting = [order[request.id] for request in scheduler._waiting.ordered()]
-    assert running == sorted(running), "running requests are not placed in order"
-    assert admitted == sorted(admitted), "requests are not admitted in order"
-    assert begun == sorted(begun), "admitted requests are not placed in order"
-    assert not admitted or not waiting or admitted[-1] < waiting[0], "a waiting request was overtaken"
+    config = scheduler.config
+    _check_batch(plan, scheduler)
+    assert config.batching == "decode-first" or running == sorted(running), "running requests are not placed in order"
+    if config.scheduling_policy != "lpm":
+        assert admitted == sorted(admitted), "requests are not admitted in order"
+        assert begun == sorted(begun), "admitted requests are not placed in order"
+        assert not admitted or not waiting or admitted[-1] < waiting[0], "a waiting request was overtaken"
     victims = [order[request] for request in plan.preempted]
-    assert victims == sorted(victims, reverse=True), "the last in order is not preempted first"
-    assert not victims or not running or running[-1] < victims[-1], "a request behind the victim was spared"
+    if config.batching == "mixed" and config.victim_policy == "last-in":
+        assert victims == sorted(victims, reverse=True), "the last in order is not preempted first"
+        assert not victims or not running or running[-1] < victims[-1], "a request behind the victim was spared"
+    if config.admission_reserve == "max_tokens":
+        assert not victims, "somebody lost blocks that were promised"
+
+
+def _check_batch(plan: StepPlan, scheduler: Scheduler) -> None:
+    """A step holds what the batching policy says that it may hold."""
+    config = scheduler.config
+    rows = scheduler.scheduled_order(plan)
+    admitted = set(plan.admitted)
+    runs = [row for row in rows if row.request not in admitted]
+    decodes = [row.num_tokens == 1 and row.samples for row in runs]
+    if config.batching == "decode-first":
+        assert decodes == sorted(decodes, reverse=True), "a prompt has its place before a decode"
+        for kind in (True, False):
+            keys = [scheduler._requests[row.request].key for row, one in zip(runs, decodes, strict=True) if one == kind]
+            assert keys == sorted(keys), "running requests are not placed in order"
+    if config.batching == "prefill-first" and (admitted or not all(decodes)):
+        assert not any(decodes), "a step of prompts holds decodes"
+        assert not plan.preempted, "a step of prompts took somebody's blocks"
+        whole = [row.samples or config.long_prefill_token_threshold > 0 for row in rows if row.request in admitted]
+        assert all(whole) or len(rows) == 1, "a prompt was cut that was not alone"
+    if config.batching == "static" and admitted:
+        assert not runs, "somebody was admitted while others ran"
+        assert len(admitted) == scheduler.num_running
+
+
+def expected_key(config: SchedulerConfig, spec: RequestSpec, scheduler: Scheduler, id: int) -> tuple[int, ...]:
+    """The key that the scheduling policy gives a request."""
+    if config.scheduling_policy == "fair":
+        return (scheduler._requests[id].key[0],)  # it depends on all that came before
+    return {
+        "fcfs": (),
+        "lpm": (),
+        "priority": (spec.priority,),
+        "sjf": (spec.max_tokens,),
+        "sjf-predicted": (min(spec.predicted_tokens or spec.max_tokens, spec.max_tokens),),
+        "sjf-oracle": (spec.oracle_tokens,),
+        "edf": (spec.deadline,),
+        "aging": (spec.arrival + 1_000_000_000 * spec.priority,),
+    }[config.scheduling_policy]

@@ -13,8 +13,33 @@ from core_kit import Case, Job, PulseAdmission, full_prompt
 from hypothesis import strategies as st
 
 from engine.core import LinearCost, SchedulerConfig
+from engine.core.batching import BATCHINGS
+from engine.core.orders import ORDERS
+from engine.core.victims import VICTIMS
 
-__all__ = ["cases", "contiguous_cases", "fast_cases", "host_options", "same_jobs_twice"]
+__all__ = ["cases", "contiguous_cases", "fast_cases", "host_options", "policies", "same_jobs_twice"]
+
+
+@st.composite
+def policies(draw: st.DrawFn, plain: bool = False) -> dict[str, str]:
+    """Options that name built-in policies; most often, or with `plain` always, the usual ones."""
+    if plain or draw(st.booleans()):
+        return {"scheduling_policy": draw(st.sampled_from(["fcfs", "fcfs", "priority"]))}
+    return {
+        "scheduling_policy": draw(st.sampled_from(sorted(ORDERS))),
+        "victim_policy": draw(st.sampled_from(["last-in", *VICTIMS])),
+        "batching": draw(st.sampled_from(["mixed", "mixed", *BATCHINGS])),
+        "admission_reserve": draw(st.sampled_from(["prompt", "prompt", "max_tokens"])),
+    }
+
+
+def _host_and_policies(host: dict[str, Any], chosen: dict[str, str], jobs: tuple[Job, ...] = ()) -> dict[str, Any]:
+    """Both, as far as they go together with each other and with the jobs."""
+    if any(job.n > 1 for job in jobs):
+        chosen = chosen | {"admission_reserve": "prompt"}
+    if any(job.beam for job in jobs):
+        chosen = chosen | {"batching": "mixed"}
+    return host | chosen | ({"host_tier": False} if chosen.get("batching", "mixed") != "mixed" else {})
 
 
 @st.composite
@@ -38,7 +63,7 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
         max_num_seqs=seqs,
         max_num_batched_tokens=max(seqs, draw(st.integers(1, 12))),
         enable_prefix_caching=caching,
-        **draw(host_options(caching, of=of)),
+        **_host_and_policies(draw(host_options(caching, of=of)), draw(policies(plain=bool(of)))),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.4])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 2, 3])),
         num_lookahead_tokens=lookahead,
@@ -46,7 +71,6 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
         same_step=draw(st.sampled_from(["share", "share", "off", "defer"])),
         free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
         prefix_index=draw(st.sampled_from(["hash", "hash", "radix"])),
-        scheduling_policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
         steps_in_flight=draw(st.sampled_from([1, 2])),
     )
     limit = min(capacity - lookahead + 1, config.max_model_len)  # the last output needs no slot
@@ -72,8 +96,11 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
             priority=draw(st.integers(0, 2)),
             n=draw(st.sampled_from([1, 2, 3, 4] if of == "forks" else [1, 1, 1, 2, 3, 4])),
             beam=draw(st.booleans()),
+            tenant=draw(st.integers(0, 2)),
+            patience=draw(st.sampled_from([None, 1, 9])),
+            predicted=draw(st.sampled_from([0, 1, 5, 20])),
         )
-        job = replace(job, n=min(job.n, seqs))
+        job = replace(job, n=1 if config.admission_reserve == "max_tokens" else min(job.n, seqs))
         if follows is not None and jobs[follows].private:
             job = Job(at, job.prompt, job.out, cap)
         length = len(full_prompt((*jobs, job), len(jobs)))
@@ -84,7 +111,7 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
             job = replace(job, out=min(job.out, cap), cap=cap)
         if _blocks(config, (*jobs, job), len(jobs)) > num_blocks:
             job = replace(job, beam=False)
-        jobs.append(replace(job, beam=job.beam and job.n > 1))
+        jobs.append(replace(job, beam=job.beam and job.n > 1 and config.batching == "mixed"))
     if not jobs:
         jobs.append(Job(0, (0,), 1, 1))
     if of or draw(st.booleans()):
@@ -169,7 +196,7 @@ def same_jobs_twice(draw: st.DrawFn) -> tuple[Case, Case]:
         max_num_batched_tokens=draw(st.integers(seqs, 12)),
         enable_prefix_caching=caching,
         num_lookahead_tokens=draw(st.sampled_from([0, 0, 0, 2])),
-        **draw(host_options(caching, reject=False)),
+        **_host_and_policies(draw(host_options(caching, reject=False)), draw(policies()), case.jobs),
         same_step=draw(st.sampled_from(["share", "off", "defer"])),
         free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
         steps_in_flight=draw(st.sampled_from([1, 2])),
@@ -199,8 +226,8 @@ def fast_cases(draw: st.DrawFn) -> Case:
         num_lookahead_tokens=lookahead,
         same_step=draw(st.sampled_from(["share", "share", "off", "defer"])),
         free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
-        scheduling_policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
         steps_in_flight=draw(st.sampled_from([1, 2])),
+        **draw(policies()),
         policies=draw(st.sampled_from([(), (), (PulseAdmission(),)])),
     )
     limit = min(capacity - lookahead, model_len)
@@ -223,6 +250,9 @@ def fast_cases(draw: st.DrawFn) -> Case:
             abort_at=draw(st.sampled_from([None, None, None, None, 4, 11])),
             private=follows is None and draw(st.booleans()),
             priority=draw(st.integers(0, 2)),
+            tenant=draw(st.integers(0, 1)),
+            patience=draw(st.sampled_from([None, 9])),
+            predicted=draw(st.sampled_from([0, 3])),
         )
         most = limit - len(full_prompt((*jobs, job), len(jobs)))
         if most < 1:

@@ -4,7 +4,8 @@ types, errors      what crosses the border
 identity           what makes two blocks the same
 pool, index        blocks by reference; blocks by content
 manager            block tables of requests
-policies, presets  what may be chosen, and the engines that the choices stand for
+policies, asking   kinds of choices, and how they are asked; orders, victims, batching: the built-in ones
+presets            the options, and the engines that they stand for
 cohort, waiting    the running decodes as one object; the queue
 scheduler          one step at a time, or many at once
 records            what happened, in columns
@@ -19,7 +20,19 @@ prefer_compiled(__name__, __path__)
 from engine.core.cost import CostModel, LinearCost
 from engine.core.errors import ConfigError, CoreError, InvalidRequest, InvariantError, NoFreeBlocks, PolicyError
 from engine.core.identity import SpanIdentity, TokenIdentity
-from engine.core.policies import Admission, Order, Policy, RequestView, Victim, load_policy
+from engine.core.policies import (
+    MIXED,
+    Admission,
+    Batch,
+    Batching,
+    DynamicOrder,
+    Order,
+    Policy,
+    RequestView,
+    StepView,
+    Victim,
+    load_policy,
+)
 from engine.core.presets import PRESETS, SchedulerConfig, preset
 from engine.core.scheduler import Scheduler
 from engine.core.types import (
@@ -40,14 +53,18 @@ from engine.core.types import (
 )
 
 __all__ = [
+    "MIXED",
     "NO_LIMIT",
     "PRESETS",
     "Admission",
+    "Batch",
+    "Batching",
     "BlockCopy",
     "BlockIdentity",
     "ConfigError",
     "CoreError",
     "CostModel",
+    "DynamicOrder",
     "Executor",
     "FastExecutor",
     "Finish",
@@ -67,6 +84,7 @@ __all__ = [
     "StepEvents",
     "StepOutcome",
     "StepPlan",
+    "StepView",
     "TokenIdentity",
     "Transfer",
     "TransferEnd",

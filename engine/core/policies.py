@@ -1,8 +1,11 @@
-"""The choices that the scheduler leaves to small objects, and how a user's own are loaded.
+"""The choices that the scheduler leaves to small objects: their kinds, and how a user's own are loaded.
 
 A policy sees requests as `RequestView`s: what their sender said and what was done so far, never how long their output
-will be. A policy of the user's is a subclass of one of the kinds below, in a file of their own, named on the command
-line as `path/file.py:Class`.
+will be (but for those that say that they are an oracle). A policy of the user's is a subclass of one of the kinds
+below, in a file of their own, named on the command line as `path/file.py:Class`. Every scheduler works on a copy of its
+own of each policy, so what a policy remembers is of one run.
+
+orders, victims, batching   the built-in ones
 """
 
 from __future__ import annotations
@@ -11,20 +14,21 @@ import importlib.util
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from engine.core.errors import PolicyError
 from engine.core.types import NO_LIMIT
 
 __all__ = [
-    "FCFS",
-    "ORDERS",
+    "MIXED",
     "Admission",
-    "LastIn",
+    "Batch",
+    "Batching",
+    "DynamicOrder",
     "Order",
     "Policy",
-    "Priority",
     "RequestView",
+    "StepView",
     "Victim",
     "WholePrompt",
     "load_policy",
@@ -45,10 +49,17 @@ class RequestView(NamedTuple):
     num_computed_tokens: int
     num_blocks: int
     num_preemptions: int
+    predicted_tokens: int = 0
+    """What somebody predicted the output's length to be; 0: nobody did."""
+    oracle_tokens: int = 0
+    """The output's true length, for policies whose `oracle` is True; 0 for all others, and where it is not known."""
 
 
 class Policy:
     """Base of all policies."""
+
+    oracle: ClassVar[bool] = False
+    """Whether it asks for what no engine can know, the true length of outputs. Its name should say so."""
 
     def stable_until(self, now: int) -> int:
         """The time in ns up to which this policy, asked again about the same requests, gives the same answers.
@@ -69,14 +80,38 @@ class Order(Policy):
         """Asked once, when the request is added. (arrival, id) is put behind it, so that no two are equal."""
         raise NotImplementedError
 
+    def started(self, request: RequestView) -> None:
+        """The request is admitted, for the first time or after a preemption. For orders that keep account."""
+
+
+class DynamicOrder(Order):
+    """An order of the waiting that changes with time or with what is cached: asked anew at each admission.
+
+    `key` still says who is first among the running, and in which order the waiting are looked at.
+    """
+
+    window: ClassVar[int] = 128
+    """How many of the waiting, the first by key, it is shown. Each costs a look into the prefix cache."""
+
+    def key(self, request: RequestView) -> tuple[int, ...]:
+        return ()
+
+    def next(self, waiting: Sequence[RequestView], cached_tokens: Sequence[int], now: int) -> int:
+        """The id of the one of `waiting` to be admitted next. If it does not fit, nobody is admitted.
+
+        `cached_tokens`: how many leading tokens of each the prefix cache would serve now.
+        """
+        raise NotImplementedError
+
 
 class Admission(Policy):
-    """Whether the first waiting request may start now, beyond there being room for it."""
+    """Whether the next waiting request may start now, beyond there being room for it."""
 
     def admits(self, request: RequestView, need_blocks: int, free_blocks: int, num_running: int, now: int) -> bool:
-        """`need_blocks`: free blocks that its whole prompt takes. False keeps it, and all behind it, waiting.
+        """`need_blocks`: free blocks that it takes (its whole prompt). False keeps it, and all behind it, waiting.
 
-        Not asked while nothing runs: then the first that fits starts, so that no policy can stall the queue.
+        Not asked while nothing runs: then the first that fits starts, so that no policy can stall the queue. May be
+        asked twice in a step about the same request.
         """
         raise NotImplementedError
 
@@ -85,32 +120,62 @@ class Victim(Policy):
     """Who loses its blocks when a running request needs one and none is free."""
 
     def choose(self, candidates: Sequence[RequestView]) -> int:
-        """The id of one of `candidates`: the running requests that have no place in this step yet, in order."""
+        """The id of one of `candidates`: the running requests that have no place in this step yet, in order.
+
+        The first of all that run is never among them, unless it is alone: so it always goes on, and every run ends.
+        """
         raise NotImplementedError
 
 
-class FCFS(Order):
-    """First come, first served."""
+class StepView(NamedTuple):
+    """What a batching policy may know of the step that is being decided."""
 
-    def stable_until(self, now: int) -> int:
-        return NO_LIMIT
+    num_waiting: int
+    num_running: int
+    num_decoding: int
+    """Running requests that have one token to compute."""
+    num_prefilling: int
+    """Running requests that have more: prompts in chunks."""
+    head_fits: bool
+    """Whether the next waiting request could be admitted. False where the policy does not `look_at_head`."""
+    now: int
 
-    def key(self, request: RequestView) -> tuple[int, ...]:
-        return ()
+
+class Batch(NamedTuple):
+    """What a step holds."""
+
+    admit: bool = True
+    """Waiting requests may start. (Taken as True while nothing runs.)"""
+    decodes: bool = True
+    """Running requests that have one token to compute compute it. If not, they keep their blocks and pause."""
+    prefills: bool = True
+    """Prompts in chunks go on."""
+    decodes_first: bool = False
+    """Decodes get their tokens and blocks before prompts in chunks do, wherever they stand in the order."""
+    whole_prompts: bool = False
+    """Who is admitted computes its whole prompt in this step, and has blocks for all of it. A prompt that is longer
+    than a whole step is cut into steps all the same."""
 
 
-class Priority(Order):
-    """The lowest priority value first, as in vLLM."""
+MIXED = Batch()
+"""One token budget for everybody, in order."""
 
-    def stable_until(self, now: int) -> int:
-        return NO_LIMIT
 
-    def key(self, request: RequestView) -> tuple[int, ...]:
-        return (request.priority,)
+class Batching(Policy):
+    """Which of admissions, prefills and decodes a step holds.
+
+    A step that would be empty although there is something to do is filled as if the answer had been `MIXED`.
+    """
+
+    look_at_head: ClassVar[bool] = True
+    """Whether `StepView.head_fits` is wanted; it costs a look into the prefix cache at each step."""
+
+    def step(self, state: StepView) -> Batch:
+        raise NotImplementedError
 
 
 class WholePrompt(Admission):
-    """Room for the whole prompt is enough (the scheduler has looked at that already)."""
+    """Room is enough (the scheduler has looked at that already)."""
 
     def stable_until(self, now: int) -> int:
         return NO_LIMIT
@@ -119,20 +184,14 @@ class WholePrompt(Admission):
         return True
 
 
-class LastIn(Victim):
-    """The last in the order: under FCFS, the last admitted."""
-
-    def stable_until(self, now: int) -> int:
-        return NO_LIMIT
-
-    def choose(self, candidates: Sequence[RequestView]) -> int:
-        return candidates[-1].id
-
-
-ORDERS: dict[str, type[Order]] = {"fcfs": FCFS, "priority": Priority}
-"""The orders that `--scheduling-policy` names."""
-
-_KINDS: dict[type[Policy], str] = {Order: "key", Admission: "admits", Victim: "choose"}
+_KINDS: dict[type[Policy], tuple[str, int]] = {
+    DynamicOrder: ("next", 3),
+    Order: ("key", 1),
+    Admission: ("admits", 5),
+    Victim: ("choose", 1),
+    Batching: ("step", 1),
+}
+"""The method that a class of each kind must define, and how many arguments it is called with."""
 
 
 def load_policy(where: str) -> Policy:
@@ -157,15 +216,34 @@ def load_policy(where: str) -> Policy:
     found = getattr(module, name, None)
     if found is None:
         raise PolicyError(f"policy {where!r}: {path} has no class {name}")
-    kinds = ", ".join(kind.__name__ for kind in _KINDS)
-    if not inspect.isclass(found) or not issubclass(found, tuple(_KINDS)):
-        raise PolicyError(f"policy {where!r}: {name} must be a subclass of one of {kinds} (engine.core.policies)")
-    for kind, method in _KINDS.items():
-        if issubclass(found, kind) and getattr(found, method) is getattr(kind, method):
-            raise PolicyError(f"policy {where!r}: {name} must define {method}()")
+    _check_kind(where, name, found)
     try:
         policy = found()
     except (Exception, SystemExit) as error:
         raise PolicyError(f"policy {where!r}: {name}() fails: {type(error).__name__}: {error}") from error
     assert isinstance(policy, Policy)  # it is an instance of a subclass
     return policy
+
+
+def _check_kind(where: str, name: str, found: object) -> None:
+    """That `found` is a class of some kind, with the methods of its kind.
+
+    Raises:
+        PolicyError: it is not.
+    """
+    if not inspect.isclass(found) or not issubclass(found, tuple(_KINDS)):
+        kinds = ", ".join(kind.__name__ for kind in _KINDS)
+        raise PolicyError(f"policy {where!r}: {name} must be a subclass of one of {kinds} (engine.core.policies)")
+    for kind, (method, num) in _KINDS.items():
+        if not issubclass(found, kind):
+            continue
+        function = getattr(found, method)
+        if function is getattr(kind, method) and not (kind is Order and issubclass(found, DynamicOrder)):
+            raise PolicyError(f"policy {where!r}: {name} must define {method}()")
+        try:
+            inspect.signature(function).bind(*[None] * (num + 1))  # and self
+        except TypeError as error:
+            names = [p for p in inspect.signature(getattr(kind, method)).parameters if p != "self"]
+            raise PolicyError(f"policy {where!r}: {name}.{method} must take ({', '.join(names)})") from error
+        except ValueError:
+            continue  # it has no signature that can be read

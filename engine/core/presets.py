@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.core.batching import BATCHINGS
 from engine.core.cost import CostModel
 from engine.core.errors import ConfigError
 from engine.core.extents import PLACEMENTS
-from engine.core.policies import ORDERS, Policy
+from engine.core.orders import ORDERS
+from engine.core.policies import Batching, Policy
 from engine.core.pool import FREE_ORDERS
+from engine.core.victims import VICTIMS
 
-__all__ = ["PREEMPTION_MODES", "PRESETS", "SAME_STEP", "SchedulerConfig", "host_blocks", "preset", "usable_blocks"]
+__all__ = [
+    "ADMISSION_RESERVES",
+    "PREEMPTION_MODES",
+    "PRESETS",
+    "SAME_STEP",
+    "SchedulerConfig",
+    "host_blocks",
+    "preset",
+    "usable_blocks",
+]
 
 SAME_STEP = ("share", "off", "defer")
 PREFIX_INDICES = ("hash", "radix")
 ALLOCATORS = ("paged", "contiguous-max", "contiguous-pow2", "contiguous-oracle")
 PREEMPTION_MODES = ("recompute", "swap", "swap-groups", "auto", "reject")
+ADMISSION_RESERVES = ("prompt", "max_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,14 @@ class SchedulerConfig:
     cost_model: CostModel | None = None
     """For preemption_mode `auto`."""
     scheduling_policy: str = "fcfs"
+    """Who is served first: see engine.core.orders."""
+    victim_policy: str = "last-in"
+    """Who loses its blocks: see engine.core.victims."""
+    batching: str = "mixed"
+    """Prefills and decodes in a step: see engine.core.batching."""
+    admission_reserve: str = "prompt"
+    """What must be free for a request to be admitted: its `prompt`, or blocks up to prompt + `max_tokens`, for it and
+    all that run, so that nobody is ever preempted (as in TensorRT-LLM's GUARANTEED_NO_EVICT)."""
     steps_in_flight: int = 1
     """1: schedule, run, complete. 2: schedule the next step while one runs (asynchronous scheduling)."""
     policies: tuple[Policy, ...] = field(default=())
@@ -103,6 +124,8 @@ class SchedulerConfig:
             raise ConfigError("host_tier needs host blocks and enable_prefix_caching")
         if self.host_tier and self.allocator != "paged":
             raise ConfigError(f"host_tier needs allocator paged, but it is {self.allocator!r}, which caches nothing")
+        if self.host_tier and (self.batching != "mixed" or any(isinstance(p, Batching) for p in self.policies)):
+            raise ConfigError("host_tier needs batching 'mixed': a load would make other ways of batching wait")
         choices = {
             "preemption_mode": PREEMPTION_MODES,
             "same_step": SAME_STEP,
@@ -111,6 +134,9 @@ class SchedulerConfig:
             "allocator": ALLOCATORS,
             "placement": PLACEMENTS,
             "scheduling_policy": ORDERS,
+            "victim_policy": VICTIMS,
+            "batching": BATCHINGS,
+            "admission_reserve": ADMISSION_RESERVES,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -15,19 +15,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 from engine.core import checks, fastforward, groups, tiers
+from engine.core.asking import Policies
 from engine.core.cohort import DecodeCohort, by_key
 from engine.core.contiguous import ContiguousManager
-from engine.core.errors import CoreError, InvalidRequest, InvariantError, PolicyError
+from engine.core.errors import InvalidRequest, InvariantError
 from engine.core.fastforward import Horizon
 from engine.core.flight import CohortRows, InFlight
 from engine.core.host import HostBlocks, Transfers
 from engine.core.manager import BlockManager
-from engine.core.policies import ORDERS, Admission, LastIn, Order, Policy, RequestView, Victim, WholePrompt
+from engine.core.policies import MIXED, Batch, RequestView, StepView
 from engine.core.presets import SchedulerConfig
 from engine.core.request import FINISHED, RUNNING, WAITING, Group, Request
 from engine.core.types import (
@@ -48,14 +47,7 @@ from engine.core.waiting import WaitingQueue
 
 __all__ = ["CohortRows", "Horizon", "Scheduler"]
 
-_T = TypeVar("_T")
-
-
-def _whole_numbers(key: tuple[int, ...]) -> tuple[int, ...]:
-    """What an order policy answered, if requests can be sorted by it."""
-    if not isinstance(key, tuple) or not all(isinstance(part, int) for part in key):
-        raise TypeError(f"key() must give a tuple of whole numbers, and gave {key!r}")
-    return key
+_NO_TURN = 2
 
 
 def _manager(config: SchedulerConfig) -> BlockManager:
@@ -135,18 +127,19 @@ class Scheduler:
             self.manager.new_keys = []
         self._share = config.same_step == "share"
         self._defer = config.same_step == "defer"
-        self._order: Order = ORDERS[config.scheduling_policy]()
-        self._admission: Admission = WholePrompt()
-        self._victim: Victim = LastIn()
-        for policy in config.policies:
-            if isinstance(policy, Order):
-                self._order = policy
-            if isinstance(policy, Admission):
-                self._admission = policy
-            if isinstance(policy, Victim):
-                self._victim = policy
-        self._plain_admission = type(self._admission) is WholePrompt
-        self._plain_victim = type(self._victim) is LastIn
+        # A contiguous run is promised to its request as a whole anyway.
+        self._reserve = config.admission_reserve == "max_tokens" and config.allocator == "paged"
+        self._policies = Policies(config)
+        self._dynamic = self._policies.dynamic is not None
+        self._window = 0 if self._policies.dynamic is None else self._policies.dynamic.window
+        self._plain_admission = self._policies.plain_admission
+        self._plain_victim = self._policies.plain_victim
+        self._plain_batching = self._policies.plain_batching
+        self._keeps_account = self._policies.keeps_account
+        self._batch: Batch = MIXED
+        """What the newest plan was to hold."""
+        self._turns: dict[int, int] = {}
+        """In the step that is being decided: who has its place before whom (see `_turn`). Empty: by key alone."""
 
     # ---- requests ----
 
@@ -168,9 +161,12 @@ class Scheduler:
             )
         if not 1 <= spec.n <= config.max_num_seqs:
             raise InvalidRequest(f"n is {spec.n}; it must be from 1 to max_num_seqs = {config.max_num_seqs}")
+        if spec.n > 1 and self._reserve:
+            raise InvalidRequest(f"n is {spec.n}, but admission_reserve 'max_tokens' is for requests with n = 1")
+        if spec.beam and spec.n > 1 and not self._plain_batching:
+            raise InvalidRequest("a beam needs batching 'mixed'; other ways of batching would tear it apart")
         cap = self.manager.limit(spec, min(spec.max_tokens, config.max_model_len - spec.num_prompt_tokens))
-        tokens = min(spec.num_prompt_tokens + cap - 1 + config.num_lookahead_tokens, config.max_model_len)
-        blocks = -(-tokens // config.block_size)
+        blocks = -(-self._most_tokens(spec.num_prompt_tokens, cap) // config.block_size)
         if blocks > config.num_blocks:
             raise InvalidRequest(
                 f"{spec.num_prompt_tokens} prompt and up to {cap} output tokens need {blocks} blocks of "
@@ -184,21 +180,7 @@ class Scheduler:
         identity = spec.identity
         shared = 0 if identity is None else identity.shared_tokens // config.block_size
         id = self._next_id
-        view = RequestView(
-            id,
-            spec.arrival,
-            spec.num_prompt_tokens,
-            spec.max_tokens,
-            spec.priority,
-            spec.deadline,
-            spec.tenant,
-            num_output_tokens=0,
-            num_computed_tokens=0,
-            num_blocks=0,
-            num_preemptions=0,
-        )
-        order = self._order
-        key = (*self._ask(order, lambda: _whole_numbers(order.key(view))), spec.arrival, id)
+        key = (*self._policies.key(self._view(id, spec, self._policies.order.oracle)), spec.arrival, id)
         request = Request(id, spec, cap, shared, key)
         if config.host_tier:
             # What is copied to the host must not depend on who can be known to share it.
@@ -253,21 +235,37 @@ class Scheduler:
         request = self._requests[id]
         return self._known(request) - request.num_prompt
 
-    def view_of(self, request: Request) -> RequestView:
-        spec = request.spec
+    def view_of(self, request: Request, oracle: bool = False) -> RequestView:
+        """What a policy may know of a request; `oracle`: one that says that it asks for the true length."""
         sched = request.base + self._seq if request.in_cohort else request.sched
-        return RequestView(
+        return self._view(
             request.id,
+            request.spec,
+            oracle,
+            self._known(request) - request.num_prompt,
+            sched,
+            len(request.table),
+            request.epoch,
+        )
+
+    @staticmethod
+    def _view(
+        id: int, spec: RequestSpec, oracle: bool, outputs: int = 0, computed: int = 0, blocks: int = 0, epoch: int = 0
+    ) -> RequestView:
+        return RequestView(
+            id,
             spec.arrival,
             spec.num_prompt_tokens,
             spec.max_tokens,
             spec.priority,
             spec.deadline,
             spec.tenant,
-            self._known(request) - request.num_prompt,
-            sched,
-            len(request.table),
-            request.epoch,
+            outputs,
+            computed,
+            blocks,
+            epoch,
+            spec.predicted_tokens,
+            spec.oracle_tokens if oracle else 0,
         )
 
     def num_blocks_taken(self, steps: int) -> list[int]:
@@ -289,7 +287,7 @@ class Scheduler:
         """All rows in the order in which they got their place. Only right after `schedule` made that plan."""
         admitted = set(plan.admitted)
         rows = plan.decodes.rows() + [item for item in plan.prefills if item.request not in admitted]
-        rows.sort(key=lambda item: self._requests[item.request].key)
+        rows.sort(key=lambda item: (self._turns.get(item.request, 0), self._requests[item.request].key))
         return rows + [item for item in plan.prefills if item.request in admitted]
 
     def usage(self) -> Usage:
@@ -310,7 +308,7 @@ class Scheduler:
             transfer = self.transfers.blocks_held_alone() * size
         held = (pool.num_blocks - pool.num_free) * size - unused - transfer - reserved
         may = cannot = 0
-        if self.config.num_lookahead_tokens or self._num_beams:
+        if self.config.num_lookahead_tokens or self._num_beams or not self._plain_batching:
             for request in self._running:
                 sched = request.base + self._seq if request.in_cohort else request.sched
                 first = -(-sched // size) * size
@@ -334,23 +332,24 @@ class Scheduler:
         seq = self._seq + 1
         preempted: list[Request] = []
         items: list[PlanItem] = []
-        budget = self.config.max_num_batched_tokens
         if not self.config.long_prefill_threshold_alone:
             others = len(self._running) + len(self._waiting) > 1
             self._threshold = self.config.long_prefill_token_threshold if others else 0
         if self.host is not None:
             tiers.begin_step(self, now)
-        if self._chunks:
-            self._dissolve_behind_chunks(budget)
-        self._place_running(seq, budget, items, preempted)
+        batch = MIXED if self._plain_batching else self._choose_batch(now)
+        self._place_running(seq, batch, items, preempted)
         num_decodes = self._cohort.num  # after preemptions
-        budget -= num_decodes
+        budget = self.config.max_num_batched_tokens - num_decodes
         for item in items:
             budget -= item.num_tokens
         admitted: list[int] = []
         blocked = False
         if self._waiting and not preempted and not self._rejected:
-            blocked = self._admit(now, budget, items, admitted)
+            blocked = not batch.admit or self._admit(now, budget, batch.whole_prompts, items, admitted)
+        if batch is not MIXED and self._chunks and not (num_decodes or items or preempted):
+            # No policy can stall those that run.
+            self._place_running(seq, batch._replace(decodes=True, prefills=True), items, preempted)
         runs = num_decodes > 0 or bool(items)
         if self.transfers is not None:
             runs = tiers.must_run(self, runs, now)
@@ -366,8 +365,45 @@ class Scheduler:
             self._rejected = []
         return rejected
 
-    def _place_running(self, seq: int, budget: int, items: list[PlanItem], preempted: list[Request]) -> None:
-        """Running requests get their tokens and blocks, in order; the last ones lose theirs if blocks run out."""
+    def _choose_batch(self, now: int) -> Batch:
+        """What the batching policy wants the next step to hold."""
+        policies = self._policies
+        running = len(self._running)
+        ones = sum(1 for request in self._chunks if request.known + request.pending - request.sched == 1)
+        fits = policies.batching.look_at_head and self._head_fits(now)
+        decoding = self._cohort.num + ones
+        state = StepView(len(self._waiting), running, decoding, len(self._chunks) - ones, fits, now)
+        batch = policies.step(state)
+        return batch if running else batch._replace(admit=True)
+
+    def _head_fits(self, now: int) -> bool:
+        """Whether the next waiting request could be admitted with its whole prompt, but for the step's budget."""
+        if not self._waiting:
+            return False
+        request = self._next_waiting(now)
+        if len(self._running) + self._seats_kept + self._seats(request) > self.config.max_num_seqs:
+            return False
+        hits = self.manager.lookup(request)
+        if request.host:
+            hits = tiers.hits_of_swapped(self, request, hits)
+            if request.known + request.pending == request.sched:
+                return False
+        elif self._defer and self._is_being_written(request, len(hits)):
+            return False
+        return self._has_room(request, hits, self._with_lookahead(max(request.known, request.sched)), now)
+
+    def _place_running(self, seq: int, batch: Batch, items: list[PlanItem], preempted: list[Request]) -> None:
+        """Running requests get their tokens and blocks, in order; the last ones lose theirs if blocks run out.
+
+        Those that `batch` leaves out keep their blocks, unless somebody with a place needs them.
+        """
+        budget = self.config.max_num_batched_tokens
+        if not batch.decodes:
+            self._dissolve(0)
+        elif self._chunks and batch.prefills and not batch.decodes_first:
+            self._dissolve_behind_chunks(budget)
+        self._batch = batch
+        self._turns = {}
         cohort = self._cohort
         crossing = cohort.crossing(seq)
         fills_upto = seq - len(self._flight)
@@ -389,7 +425,12 @@ class Scheduler:
             turns[request.id] = request
         threshold = self._threshold
         spent = 0
-        for request in sorted(turns.values(), key=by_key):
+        placed = sorted(turns.values(), key=by_key)
+        if batch is not MIXED:
+            self._turns = {request.id: self._turn(request) for request in self._running}
+            placed = [request for request in placed if self._turns[request.id] < _NO_TURN]
+            placed.sort(key=lambda request: self._turns[request.id])
+        for request in placed:
             if request.state != RUNNING:
                 continue  # it was a victim in this very step
             if request.in_cohort:
@@ -415,7 +456,7 @@ class Scheduler:
         """
         manager = self.manager
         if self.config.num_lookahead_tokens:
-            num_tokens = min(num_tokens + self.config.num_lookahead_tokens, self.config.max_model_len)
+            num_tokens = self._with_lookahead(num_tokens)
         while not manager.fits(request, (), num_tokens):
             victim = self._choose_victim(request)
             if victim is request and self._loads_behind(request):
@@ -437,27 +478,54 @@ class Scheduler:
             self._leave_cohort(request)
             self._insert_chunk(request)
 
+    def _turn(self, request: Request) -> int:
+        """Whether a running request has its place in the step before others (0), after them (1), or none."""
+        batch = self._batch
+        decodes = request.in_cohort or request.known + request.pending - request.sched <= 1
+        if not (batch.decodes if decodes else batch.prefills):
+            return _NO_TURN
+        return 0 if decodes or not batch.decodes_first else 1
+
     def _choose_victim(self, request: Request) -> Request:
         """One of the running requests from `request` on: those before it have their place in this step.
 
-        Not one that waits for a load: what it would give up is not free before the load has ended.
+        Not one that waits for a load: what it would give up is not free before the load has ended. The first of all is
+        spared, unless nobody else can be chosen: whatever the policy, it goes on until it ends.
         """
         loading = self._loading
-        if self._plain_victim:
+        if self._plain_victim and not self._turns:
             last = len(self._running) - 1
             while loading and self._running[last].id in loading:
                 last -= 1
             return self._running[last]
-        candidates = self._running[bisect_left(self._running, request.key, key=by_key) :]
-        if loading:
-            candidates = [candidate for candidate in candidates if candidate.id not in loading]
-        views = [self.view_of(candidate) for candidate in candidates]
-        policy = self._victim
-        chosen = self._ask(policy, lambda: policy.choose(views))
-        for candidate in candidates:
-            if candidate.id == chosen:
-                return candidate
-        raise PolicyError(f"policy {policy.name} chose {chosen!r} as victim, which is not one of the candidates")
+        candidates = self._without_place(request)
+        if len(candidates) > 1 and self._is_first(request):
+            del candidates[0]
+        policies = self._policies
+        oracle = policies.victim.oracle
+        return candidates[policies.choose([self.view_of(candidate, oracle) for candidate in candidates])]
+
+    def _without_place(self, request: Request) -> list[Request]:
+        """`request` and those that have their place after it, or none: in the order of their places."""
+        turns = self._turns
+        loading = self._loading
+        mine = (turns.get(request.id, 0), request.key)
+        found = [
+            other for other in self._running if (turns.get(other.id, 0), other.key) >= mine and other.id not in loading
+        ]
+        if turns:
+            found.sort(key=lambda other: turns[other.id])
+        return found
+
+    def _is_first(self, request: Request) -> bool:
+        """Whether nobody but its own beam has its place before it."""
+        turns = self._turns
+        mine = (turns.get(request.id, 0), request.key)
+        for other in self._running:
+            own = request.is_beam and other.group is request.group
+            if (turns.get(other.id, 0), other.key) < mine and other.id not in self._loading and not own:
+                return False
+        return True
 
     def _plan_item(self, request: Request, num: int, seq: int, items: list[PlanItem]) -> None:
         """`request` computes its next `num` tokens in plan `seq`, as a row of its own."""
@@ -472,12 +540,12 @@ class Scheduler:
         elif self._defer:
             self._note_writes(request, start)
 
-    def _admit(self, now: int, budget: int, items: list[PlanItem], admitted: list[int]) -> bool:
-        """Waiting requests start, in order, while there is room. Returns whether the head was left for lack of it."""
+    def _admit(self, now: int, budget: int, whole_prompts: bool, items: list[PlanItem], admitted: list[int]) -> bool:
+        """Waiting requests start, in order, while there is room. Returns whether the next was left for lack of it."""
         config = self.config
         manager = self.manager
         while self._waiting and budget > 0:
-            request = self._waiting.peek()
+            request = self._next_waiting(now)
             if len(self._running) + self._seats_kept + self._seats(request) > config.max_num_seqs:
                 return True
             if request.group is not None and request.group.beam and request.group.forked:
@@ -502,17 +570,17 @@ class Scheduler:
                 sources = tiers.host_hits(self, request, len(hits))
                 start += len(sources) * config.block_size
                 remaining = 0 if sources else remaining
-            num = min(remaining, budget)
+            num = remaining
             if 0 < self._threshold < num:
                 num = self._threshold
-            tokens = min(start + num + config.num_lookahead_tokens, config.max_model_len) if num else start
-            whole = max(tokens, request.known) if config.scheduler_reserve_full_isl else tokens
-            spare = config.watermark_blocks if self._running else 0
-            if self._loading:
-                spare += tiers.promised(self)
-            if not manager.fits(request, hits, whole, spare):
-                return True
-            if self._running and not self._plain_admission and not self._admits(request, hits, whole, now):
+            if num > budget:
+                if whole_prompts and budget < config.max_num_batched_tokens:
+                    return True  # it waits for a step of its own
+                num = budget
+            tokens = self._with_lookahead(start + num) if num else start
+            if whole_prompts:
+                tokens = max(tokens, self._with_lookahead(request.known))
+            if not self._has_room(request, hits, tokens, now):
                 return True
             manager.allocate(request, hits, tokens)
             if request.host:
@@ -531,6 +599,8 @@ class Scheduler:
     def _start_running(self, request: Request, start: int, written: int) -> None:
         """A waiting request has its blocks, `start` tokens in them, of which the first `written` are published."""
         self._waiting.remove(request)
+        if self._keeps_account:
+            self._policies.started(self.view_of(request, self._policies.order.oracle))
         self._seats_kept += self._seats(request) - 1
         request.state = RUNNING
         request.sched = start
@@ -542,13 +612,46 @@ class Scheduler:
         """How many running sequences `request` counts for."""
         return request.spec.n if request.unforked else 1
 
-    def _admits(self, request: Request, hits: Sequence[BlockId], num_tokens: int, now: int) -> bool:
-        view = self.view_of(request)
-        need = self.manager.need(request, hits, num_tokens)
-        free = self.manager.pool.num_free
-        running = len(self._running)
-        policy = self._admission
-        return bool(self._ask(policy, lambda: policy.admits(view, need, free, running, now)))
+    def _next_waiting(self, now: int) -> Request:
+        """Who is to be admitted next; somebody must be waiting."""
+        if not self._dynamic:
+            return self._waiting.peek()
+        window = self._waiting.first(self._window)
+        oracle = self._policies.order.oracle
+        views = [self.view_of(request, oracle) for request in window]
+        size = self.config.block_size
+        return window[self._policies.next(views, [len(self.manager.lookup(r)) * size for r in window], now)]
+
+    def _has_room(self, request: Request, hits: Sequence[BlockId], tokens: int, now: int) -> bool:
+        """Whether a waiting request may have `tokens` slots, of which its hits are the first."""
+        config = self.config
+        manager = self.manager
+        whole = max(tokens, request.known) if config.scheduler_reserve_full_isl else tokens
+        spare = config.watermark_blocks if self._running else 0
+        if self._reserve:
+            whole = self._most_tokens(request.num_prompt, request.cap)
+            spare += self._promised_blocks()
+        elif self._loading:
+            spare += tiers.promised(self)
+        if not manager.fits(request, hits, whole, spare):
+            return False
+        if not self._running or self._plain_admission:
+            return True
+        need = manager.need(request, hits, whole)
+        view = self.view_of(request, self._policies.admission.oracle)
+        return self._policies.admits(view, need, manager.pool.num_free, len(self._running), now)
+
+    def _promised_blocks(self) -> int:
+        """Blocks that running requests will still take, up to prompt + max_tokens (admission_reserve `max_tokens`)."""
+        size = self.config.block_size
+        return sum(-(-self._most_tokens(r.num_prompt, r.cap) // size) - len(r.table) for r in self._running)
+
+    def _most_tokens(self, num_prompt: int, cap: int) -> int:
+        """Slots that a request takes at most: the last output needs none."""
+        return self._with_lookahead(num_prompt + cap - 1)
+
+    def _with_lookahead(self, num_tokens: int) -> int:
+        return min(num_tokens + self.config.num_lookahead_tokens, self.config.max_model_len)
 
     def _commit_plan(
         self,
@@ -577,10 +680,7 @@ class Scheduler:
             tuple(admitted),
             tuple(request.id for request in preempted),
             (),
-            not items
-            and not preempted
-            and not self._rejected
-            and not self.config.num_lookahead_tokens
+            not (items or preempted or self._chunks or self._rejected or self.config.num_lookahead_tokens)
             and (self.transfers is None or not tiers.is_busy(self))
             and self._stays_blocked(blocked),
         )
@@ -620,11 +720,13 @@ class Scheduler:
         """Whether nobody can be admitted as long as nothing finishes, arrives, or frees a block.
 
         With every further token of the cohort, blocks get fewer and the running stay as many, so a head that was
-        refused is refused again; unless generated tokens are published that it could hit.
+        refused is refused again; unless generated tokens are published that it could hit, or blocks that are lost to
+        the cache make another one the head.
         """
         if not self._waiting:
             return True
-        return blocked and not (self._cohort.num_sharing and len(self._running) < self.config.max_num_seqs)
+        full = len(self._running) >= self.config.max_num_seqs
+        return blocked and (full or not (self._cohort.num_sharing or self._dynamic))
 
     def _retire_capped(self, seq: int) -> None:
         """Members that sample their last token in plan `seq` take no part in later ones."""
@@ -641,7 +743,10 @@ class Scheduler:
             demand += min(request.known + request.pending - request.sched, threshold)
         if demand <= budget:
             return
-        first = bisect_left(self._running, self._chunks[0].key, key=by_key)
+        self._dissolve(bisect_left(self._running, self._chunks[0].key, key=by_key))
+
+    def _dissolve(self, first: int) -> None:
+        """The members from place `first` of the running on leave the cohort: each of their tokens is to be planned."""
         for request in self._running[first:]:
             if request.in_cohort:
                 self._leave_cohort(request)
@@ -756,15 +861,6 @@ class Scheduler:
 
     def _insert_chunk(self, request: Request) -> None:
         insort(self._chunks, request, key=by_key)
-
-    def _ask(self, policy: Policy, question: Callable[[], _T]) -> _T:
-        """Ask a policy, which may be a user's: whatever it raises is named as its own."""
-        try:
-            return question()
-        except CoreError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise PolicyError(f"policy {policy.name} failed: {type(error).__name__}: {error}") from error
 
     # ---- same-step sharing
 
@@ -922,15 +1018,7 @@ class Scheduler:
 
     def stable_until(self, now: int) -> int:
         """The time in ns up to which all policies promise to answer as they did."""
-        limit = NO_LIMIT
-        if not self.config.policies:
-            return limit
-        for policy in (self._order, self._admission, self._victim):
-            answer = self._ask(policy, partial(policy.stable_until, now))
-            if not isinstance(answer, int):
-                raise PolicyError(f"policy {policy.name}: stable_until() must give a time in ns, and gave {answer!r}")
-            limit = min(limit, answer)
-        return limit
+        return self._policies.stable_until(now)
 
     def advance(self, ends: Sequence[int]) -> list[StepPlan]:
         """So many completions at once, at these times in ns, each followed by the next plan of the same cohort.

@@ -44,6 +44,18 @@ class WaitingQueue:
         self._num -= 1
         return request
 
+    def first(self, num: int) -> list[Request]:
+        """The first `num` requests in order, or all if there are fewer. They stay where they are."""
+        heap = self._heap
+        found: list[tuple[tuple[int, ...], int, Request]] = []
+        while heap and len(found) < num:
+            entry = heapq.heappop(heap)
+            if entry[2].ticket == entry[1] and entry[2].state == WAITING:
+                found.append(entry)
+        for entry in found:
+            heapq.heappush(heap, entry)
+        return [request for _, _, request in found]
+
     def remove(self, request: Request) -> None:
         """Take a waiting request out, wherever it is."""
         request.ticket += 1

@@ -49,7 +49,10 @@ OUT_OF_RANGE: list[tuple[str, object, str]] = [
     ("allocator", "contiguous", "paged, contiguous-max, contiguous-pow2, contiguous-oracle"),
     ("placement", "worst-fit", "first-fit, best-fit, buddy"),
     ("preemption_mode", "kill", "recompute, swap, swap-groups, auto, reject"),
-    ("scheduling_policy", "lifo", "fcfs, priority"),
+    ("scheduling_policy", "lifo", "fcfs, priority, sjf, sjf-predicted, sjf-oracle, edf, fair, lpm, aging"),
+    ("victim_policy", "me", "last-in, lowest-priority, most-memory, least-work-lost"),
+    ("batching", "none", "mixed, decode-first, prefill-first, static"),
+    ("admission_reserve", "all", "prompt, max_tokens"),
 ]
 
 

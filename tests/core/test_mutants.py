@@ -102,7 +102,7 @@ def followers() -> None:
 
 
 def fast_forward() -> None:
-    for case in generated(True, 300):
+    for case in generated(True, 320):
         same_both_ways(case)
 
 

@@ -26,9 +26,13 @@ from engine.core import (
     Victim,
     load_policy,
 )
-from engine.core.policies import FCFS, LastIn, Priority, WholePrompt
+from engine.core.batching import BATCHINGS
+from engine.core.orders import FCFS, ORDERS
+from engine.core.policies import WholePrompt
+from engine.core.victims import VICTIMS
 
-HEAD = "from engine.core import Admission, Order, Policy, Victim\n"
+HEAD = "from engine.core import Admission, Batching, DynamicOrder, Order, Policy, Victim\n"
+KINDS = "DynamicOrder, Order, Admission, Victim, Batching"
 
 
 def config(**changes: Any) -> SchedulerConfig:
@@ -48,12 +52,25 @@ def write(folder: Path, text: str, name: str = "mine.py") -> str:
         ("import no_such_module_anywhere\n", "does not run: ModuleNotFoundError"),
         ("1 / 0\n", "does not run: ZeroDivisionError: division by zero"),
         ("class Other(Order):\n    pass\n", "has no class Mine"),
-        ("Mine = 3\n", "Mine must be a subclass of one of Order, Admission, Victim"),
-        ("class Mine:\n    pass\n", "Mine must be a subclass of one of Order, Admission, Victim"),
-        ("class Mine(Policy):\n    pass\n", "Mine must be a subclass of one of Order, Admission, Victim"),
+        ("Mine = 3\n", f"Mine must be a subclass of one of {KINDS}"),
+        ("class Mine:\n    pass\n", f"Mine must be a subclass of one of {KINDS}"),
+        ("class Mine(Policy):\n    pass\n", f"Mine must be a subclass of one of {KINDS}"),
         ("class Mine(Order):\n    pass\n", r"Mine must define key\(\)"),
         ("class Mine(Admission):\n    pass\n", r"Mine must define admits\(\)"),
         ("class Mine(Victim):\n    pass\n", r"Mine must define choose\(\)"),
+        ("class Mine(DynamicOrder):\n    pass\n", r"Mine must define next\(\)"),
+        ("class Mine(Batching):\n    pass\n", r"Mine must define step\(\)"),
+        ("class Mine(Order):\n    def key(self):\n        return ()\n", r"Mine.key must take \(request\)"),
+        (
+            "class Mine(DynamicOrder):\n    def next(self, waiting):\n        return 0\n",
+            r"Mine.next must take \(waiting, cached_tokens, now\)",
+        ),
+        ("class Mine(Batching):\n    def step(self, a, b):\n        pass\n", r"Mine.step must take \(state\)"),
+        ("class Mine(Victim):\n    def choose(self):\n        pass\n", r"Mine.choose must take \(candidates\)"),
+        (
+            "class Mine(Admission):\n    def admits(self, request):\n        pass\n",
+            r"admits must take \(request, ",
+        ),
         (
             "class Mine(Order):\n    def __init__(self, x):\n        pass\n    def key(self, r):\n        return ()\n",
             r"Mine\(\) fails: TypeError",
@@ -167,9 +184,9 @@ def test_victims_come_from_those_without_a_place() -> None:
 @pytest.mark.parametrize("policy", [FirstCandidate(), LongestTable()])
 def test_another_victim_changes_who_loses(policy: Victim) -> None:
     """A victim policy is asked and obeyed: other requests are preempted than by default."""
-    jobs = tuple(Job(0, (0,) * (3 + 2 * (i == 0)), 8, 8, private=True) for i in range(3))
-    usual = play(Case(config(num_blocks=7), jobs)).preempted
-    chosen = simulate(Case(config(num_blocks=7, policies=(policy,)), jobs), False).recorder.requests()
+    jobs = tuple(Job(0, (0,) * (3 + 2 * (i == 1)), 8, 8, private=True) for i in range(3))
+    usual = play(Case(config(num_blocks=11), jobs)).preempted
+    chosen = simulate(Case(config(num_blocks=11, policies=(policy,)), jobs), False).recorder.requests()
     by_row = dict(zip(chosen["row"].tolist(), chosen["num_preemptions"].tolist(), strict=True))
     assert set(chosen["outcome"]) == {"length"}
     assert {row: times for row, times in by_row.items() if times} != usual
@@ -295,18 +312,19 @@ def test_a_victim_that_is_not_a_candidate_is_refused(answer: Any) -> None:
 
 
 def test_a_victim_that_has_its_place_is_refused() -> None:
-    """Rule 5: the first request has its place in the step already when the second needs a block."""
+    """Rule 5: the second request has its place in the step already when the third needs a block."""
 
     class Front(Victim):
         def choose(self, candidates: Sequence[RequestView]) -> int:
-            return 0
+            return 1
 
-    scheduler = Scheduler(config(num_blocks=4, policies=(Front(),)))
+    scheduler = Scheduler(config(num_blocks=6, policies=(Front(),)))
+    scheduler.add(RequestSpec(0, 3, 5), 0)
     scheduler.add(RequestSpec(0, 3, 5), 0)
     scheduler.add(RequestSpec(0, 4, 4), 0)
     scheduler.complete(scheduler.schedule(0), StepOutcome(1))
-    with pytest.raises(PolicyError, match="policy Front chose 0"):
-        scheduler.schedule(1)  # request 0 has a slot left, request 1 needs a third block
+    with pytest.raises(PolicyError, match="policy Front chose 1"):
+        scheduler.schedule(1)  # requests 0 and 1 have a slot left, request 2 needs a third block
 
 
 def test_policies_never_see_the_true_output_length() -> None:
@@ -323,7 +341,22 @@ def test_policies_never_see_the_true_output_length() -> None:
         "num_computed_tokens",
         "num_blocks",
         "num_preemptions",
+        "predicted_tokens",
+        "oracle_tokens",
     }
+    seen: list[RequestView] = []
+
+    class Curious(Order):
+        def key(self, request: RequestView) -> tuple[int, ...]:
+            seen.append(request)
+            return ()
+
+    class CuriousOracle(Curious):
+        oracle = True
+
+    for policy in (Curious(), CuriousOracle()):
+        Scheduler(config(policies=(policy,))).add(RequestSpec(0, 2, 9, oracle_tokens=5), 0)
+    assert [view.oracle_tokens for view in seen] == [0, 5]
 
 
 def test_views_follow_what_was_done() -> None:
@@ -335,20 +368,22 @@ def test_views_follow_what_was_done() -> None:
             views.extend(candidates)
             return candidates[-1].id
 
-    scheduler = Scheduler(config(num_blocks=4, policies=(Spy(),)))
+    scheduler = Scheduler(config(num_blocks=5, policies=(Spy(),)))
     scheduler.add(RequestSpec(3, 4, 5, priority=6, deadline=7, tenant=8), 0)
-    scheduler.add(RequestSpec(4, 3, 5), 0)
+    scheduler.add(RequestSpec(4, 3, 5, predicted_tokens=6, oracle_tokens=4), 0)
+    scheduler.add(RequestSpec(5, 1, 5, tenant=1), 0)
     scheduler.complete(scheduler.schedule(0), StepOutcome(1))
     scheduler.schedule(1)
     assert views == [
-        RequestView(0, 3, 4, 5, 6, 7, 8, 1, 4, 2, 0),
-        RequestView(1, 4, 3, 5, 0, NO_LIMIT, 0, 1, 3, 2, 0),
+        RequestView(1, 4, 3, 5, 0, NO_LIMIT, 0, 1, 3, 2, 0, 6, 0),
+        RequestView(2, 5, 1, 5, 0, NO_LIMIT, 1, 1, 1, 1, 0, 0, 0),
     ]
 
 
 def test_only_built_in_policies_promise_to_stay_the_same() -> None:
     """The default of a user's policy promises nothing, so nothing is fast-forwarded past it."""
-    assert all(policy.stable_until(5) == NO_LIMIT for policy in (FCFS(), Priority(), WholePrompt(), LastIn()))
+    built_in = [WholePrompt, *ORDERS.values(), *VICTIMS.values(), *BATCHINGS.values()]
+    assert all(policy().stable_until(5) == NO_LIMIT for policy in built_in)
     assert Never().stable_until(5) == 5
     assert Scheduler(config()).stable_until(5) == NO_LIMIT
     assert Scheduler(config(policies=(Never(),))).stable_until(5) == 5
