@@ -187,7 +187,31 @@ class Config:
         choices=("fork", "requests"),
     )
     async_scheduling: bool = _option(False, "scheduler", "decide the next step while one runs (two steps in flight)")
-    scheduling_policy: str = _option("fcfs", "scheduler", "who is served first", choices=("fcfs", "priority"))
+    scheduling_policy: str = _option(
+        "fcfs",
+        "scheduler",
+        "who is served first",
+        choices=("fcfs", "priority", "sjf", "sjf-predicted", "sjf-oracle", "edf", "fair", "lpm", "aging"),
+    )
+    victim_policy: str = _option(
+        "last-in",
+        "scheduler",
+        "who loses its blocks when memory runs out",
+        choices=("last-in", "lowest-priority", "most-memory", "least-work-lost"),
+    )
+    batching: str = _option(
+        "mixed",
+        "scheduler",
+        "prefills and decodes in a step",
+        choices=("mixed", "decode-first", "prefill-first", "static"),
+    )
+    admission_reserve: str = _option(
+        "prompt",
+        "scheduler",
+        "what must fit for a request to start: its prompt, or prompt + max_tokens of all that run, so that nobody is "
+        "preempted",
+        choices=("prompt", "max_tokens"),
+    )
     policy: tuple[str, ...] = _option(
         (), "scheduler", "a policy class of your own; may be given several times", metavar="FILE.py:CLASS"
     )

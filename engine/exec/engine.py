@@ -85,6 +85,9 @@ class EngineArgs:
     placement: str | None = None
     prefix_index: str | None = None
     scheduling_policy: str | None = None
+    victim_policy: str | None = None
+    batching: str | None = None
+    admission_reserve: str | None = None
     preemption_mode: str | None = None
     swap_space: float = 0.0
     """GiB of host memory for swapped sequences, where `preemption_mode` swaps."""
@@ -517,6 +520,9 @@ def _scheduler_config(args: EngineArgs, model: DecoderConfig, dtype: torch.dtype
         "placement",
         "prefix_index",
         "scheduling_policy",
+        "victim_policy",
+        "batching",
+        "admission_reserve",
         "preemption_mode",
         "cost_model",
     ):
