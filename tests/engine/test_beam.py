@@ -74,7 +74,7 @@ def test_a_random_model_from_safetensors_gives_the_hypotheses_of_transformers(tm
         detokenize=False,
     )
     assert assert_same_hypotheses(model, llm, prompts(60), params, stops) > 0 or early == "never"
-    assert sum(llm.recorder.steps()["copied_blocks"]) > 0  # TMP
+    assert sum(llm.recorder.steps()["copied_blocks"]) > 0
 
 
 def test_the_tiny_model_gives_the_hypotheses_of_transformers():
