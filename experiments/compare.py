@@ -59,6 +59,7 @@ _MUST_AGREE = (
     "allocator",
     "placement",
     "prefix_index",
+    "eviction_policy",
     "scheduling_policy",
     "victim_policy",
     "batching",

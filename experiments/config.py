@@ -174,6 +174,12 @@ class Config:
     prefix_index: str = _option(
         "hash", "scheduler", "how cached prefixes are found (the same ones are)", choices=("hash", "radix")
     )
+    eviction_policy: str = _option(
+        "lru",
+        "scheduler",
+        "which cached block is given up first",
+        choices=("lru", "fifo", "lfu", "2q", "cost-aware", "priority"),
+    )
     preemption_mode: str = _option(
         "recompute",
         "scheduler",

@@ -17,7 +17,7 @@ from engine.core.batching import BATCHINGS
 from engine.core.orders import ORDERS
 from engine.core.victims import VICTIMS
 
-__all__ = ["cases", "contiguous_cases", "fast_cases", "host_options", "policies", "same_jobs_twice"]
+__all__ = ["cases", "contiguous_cases", "fast_cases", "free_orders", "host_options", "policies", "same_jobs_twice"]
 
 
 @st.composite
@@ -69,7 +69,7 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
         num_lookahead_tokens=lookahead,
         scheduler_reserve_full_isl=draw(st.sampled_from([True, True, False])),
         same_step=draw(st.sampled_from(["share", "share", "off", "defer"])),
-        free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
+        **draw(free_orders()),
         prefix_index=draw(st.sampled_from(["hash", "hash", "radix"])),
         steps_in_flight=draw(st.sampled_from([1, 2])),
     )
@@ -147,6 +147,14 @@ def contiguous_cases(draw: st.DrawFn, *, fast: bool = False) -> Case:
 
 
 @st.composite
+def free_orders(draw: st.DrawFn) -> dict[str, Any]:
+    """Which block is given out next."""
+    order = draw(st.sampled_from(["blank-first", "blank-first", "single-queue"]))
+    policies = ["lru", "lru", "fifo", "lfu", "2q", "cost-aware", "priority"] if order == "blank-first" else ["lru"]
+    return {"free_order": order, "eviction_policy": draw(st.sampled_from(policies))}
+
+
+@st.composite
 def host_options(draw: st.DrawFn, caching: bool, reject: bool = True, of: str = "") -> dict[str, Any]:
     """What becomes of the preempted, and whether there is a host tier."""
     num = draw(st.sampled_from([2, 4, 9, 40] if of in ("swaps", "tiers") else [0, 0, 1, 2, 4, 9, 40]))
@@ -198,7 +206,7 @@ def same_jobs_twice(draw: st.DrawFn) -> tuple[Case, Case]:
         num_lookahead_tokens=draw(st.sampled_from([0, 0, 0, 2])),
         **_host_and_policies(draw(host_options(caching, reject=False)), draw(policies()), case.jobs),
         same_step=draw(st.sampled_from(["share", "off", "defer"])),
-        free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
+        **draw(free_orders()),
         steps_in_flight=draw(st.sampled_from([1, 2])),
     )
     other = _tight(other, list(case.jobs), draw(st.sampled_from([0, 0, 1, 2, 5, 50])))
@@ -225,7 +233,7 @@ def fast_cases(draw: st.DrawFn) -> Case:
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 2])),
         num_lookahead_tokens=lookahead,
         same_step=draw(st.sampled_from(["share", "share", "off", "defer"])),
-        free_order=draw(st.sampled_from(["blank-first", "single-queue"])),
+        **draw(free_orders()),
         steps_in_flight=draw(st.sampled_from([1, 2])),
         **draw(policies()),
         policies=draw(st.sampled_from([(), (), (PulseAdmission(),)])),

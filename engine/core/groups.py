@@ -56,7 +56,7 @@ def fork(scheduler: Scheduler, group: Group) -> list[Request]:
         if root.identity is not None and not group.beam:
             child.identity = root.identity.fork()
             child.identity_blocks = child.identity.shared_tokens // scheduler.config.block_size
-            child.publishes_output = child.identity.shares_output or scheduler.config.host_tier
+            child.publishes_output = child.identity.shares_output or scheduler._indexes_all
         child.state, child.sched, child.written = root.state, root.sched, root.written
         child.known, child.sample_seq = root.known, root.sample_seq
         scheduler._requests[id] = child

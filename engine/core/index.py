@@ -50,6 +50,15 @@ class PrefixIndex:
         """The blocks that a hit on a listed block goes through before it, from the first on. Pure; O(depth)."""
         raise NotImplementedError
 
+    def is_needed(self, block: BlockId) -> bool:
+        """Whether losing a listed block would leave something that cannot be reached: no other block holds its content,
+        and something follows that. O(1)."""
+        raise NotImplementedError
+
+    def parent_key(self, block: BlockId) -> BlockHash | None:
+        """The content before that of a listed block; None: it is a first one. O(1)."""
+        raise NotImplementedError
+
     def entries(self) -> list[tuple[BlockHash, list[BlockId]]]:
         """All keys with their blocks, in the order of publication within a key (for digests and checks)."""
         raise NotImplementedError
@@ -71,6 +80,8 @@ class HashIndex(PrefixIndex):
         """Further blocks of keys that have several, in the order of publication."""
         self._key_of: dict[BlockId, BlockHash] = {}
         self._parent_of: dict[BlockId, BlockHash | None] = {}
+        self._children: dict[BlockHash, int] = {}
+        """How many contents follow a content, where any do."""
 
     def __len__(self) -> int:
         return len(self._key_of)
@@ -102,6 +113,9 @@ class HashIndex(PrefixIndex):
             self._more.setdefault(key, []).append(block)
         else:
             self._first[key] = block
+            before = self._parent_of[block]
+            if before is not None:
+                self._children[before] = self._children.get(before, 0) + 1
 
     def remove(self, blocks: Sequence[BlockId]) -> int:
         key_of = self._key_of
@@ -110,10 +124,16 @@ class HashIndex(PrefixIndex):
         listed = [block for block in blocks if block in key_of]
         for block in listed:
             key = key_of.pop(block)
-            del self._parent_of[block]
+            before = self._parent_of.pop(block)
             more = self._more.get(key)
             if more is None:
                 del self._first[key]
+                if before is not None:
+                    left = self._children[before] - 1
+                    if left:
+                        self._children[before] = left
+                    else:
+                        del self._children[before]
                 continue
             if self._first[key] == block:
                 self._first[key] = more.pop(0)
@@ -125,6 +145,13 @@ class HashIndex(PrefixIndex):
 
     def key_of(self, block: BlockId) -> BlockHash | None:
         return self._key_of.get(block)
+
+    def is_needed(self, block: BlockId) -> bool:
+        key = self._key_of[block]
+        return key in self._children and key not in self._more
+
+    def parent_key(self, block: BlockId) -> BlockHash | None:
+        return self._parent_of[block]
 
     def ancestors(self, block: BlockId) -> list[BlockId]:
         chain: list[BlockId] = []
@@ -148,6 +175,13 @@ class HashIndex(PrefixIndex):
                     raise InvariantError(f"block {block} is listed under a key that it does not have")
         if listed != len(self._key_of) or listed != len(self._parent_of):
             raise InvariantError(f"{len(self._key_of)} blocks have a key, {listed} are listed")
+        children: dict[BlockHash, int] = {}
+        for block in self._first.values():
+            before = self._parent_of[block]
+            if before is not None:
+                children[before] = children.get(before, 0) + 1
+        if children != self._children:
+            raise InvariantError("contents that follow others are miscounted", f"{self._children} {children}")
         for block, parent in self._parent_of.items():
             if parent is not None and parent not in self._first:
                 raise InvariantError(f"block {block} can be hit, but its parent's content is gone")

@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from engine.core.errors import InvariantError, NoFreeBlocks
+from engine.core.eviction import RankedOrder
 from engine.core.index import HashIndex, PrefixIndex
+from engine.core.policies import Eviction
 from engine.core.pool import BlockPool
 from engine.core.radix import RadixIndex
 from engine.core.request import RUNNING, Request
@@ -34,11 +36,16 @@ class BlockManager:
         prefix_caching: bool,
         free_order: str,
         prefix_index: str = "hash",
+        eviction: Eviction | None = None,
     ) -> None:
+        """`eviction`: which cached block is given up; None: the one that was used longest ago."""
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks, free_order)
         self.index: PrefixIndex = RadixIndex() if prefix_index == "radix" else HashIndex()
+        self.ranked: RankedOrder | None = None
+        if eviction is not None and prefix_caching:
+            self.ranked = RankedOrder(num_blocks, self.index, eviction)
+        self.pool = BlockPool(num_blocks, free_order, self.ranked)
         self.num_table_blocks = 0
         """Sum of the lengths of all block tables."""
         self.num_dead = 0
@@ -251,6 +258,8 @@ class BlockManager:
                 self.num_dead += len(dead)
             else:
                 self._insert(request, stop)
+        if self.ranked is not None:
+            self.ranked.used(table, request.spec.priority)
         table.reverse()
         if self._copy_sources:
             last = [block for block in table if block in self._copy_sources and self.pool.refs(block) == 1]
@@ -272,6 +281,9 @@ class BlockManager:
         for i in range(start, stop):
             key = request.block_key(i)
             insert(key, parent, table[i])
+            if self.ranked is not None:
+                self.ranked.computed(table[i])
+                self.ranked.published(key)
             if self.new_keys is not None:
                 self.new_keys.append((key, table[i]))
             parent = table[i]
@@ -285,7 +297,7 @@ class BlockManager:
 
     def _evict(self, blocks: Sequence[BlockId], evicted: Sequence[BlockId]) -> None:
         """`blocks` were taken; what `evicted` among them held is lost."""
-        if evicted:
+        if evicted and self.ranked is None:  # a ranked order has taken them out of the index itself
             self.num_dead -= len(evicted) - self.index.remove(evicted)
         if self.taken is not None:
             self.taken.extend(blocks)

@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from engine.core.errors import PolicyError
-from engine.core.types import NO_LIMIT
+from engine.core.types import NO_LIMIT, BlockHash
 
 __all__ = [
     "MIXED",
     "Admission",
     "Batch",
     "Batching",
+    "BlockFacts",
     "DynamicOrder",
+    "Eviction",
     "Order",
     "Policy",
     "RequestView",
@@ -127,6 +129,39 @@ class Victim(Policy):
         raise NotImplementedError
 
 
+class BlockFacts(NamedTuple):
+    """What an eviction policy may know of a cached block. Times are counts of uses, over all blocks."""
+
+    key: BlockHash
+    """What it holds."""
+    position: int
+    """Blocks before it in its prompt."""
+    num_uses: int
+    """How many requests have had it, since it was computed."""
+    first_use: int
+    last_use: int
+    priority: int
+    """Of the request that had it last."""
+
+
+class Eviction(Policy):
+    """Which cached block is given up when there is no blank one.
+
+    Only blocks that nobody refers to are, and never one that would leave another cached block unreachable: the order
+    is among the others.
+    """
+
+    def stable_until(self, now: int) -> int:
+        return NO_LIMIT  # it is asked about blocks, when they become free, and not about time
+
+    def rank(self, block: BlockFacts) -> tuple[int, ...]:
+        """Asked when a block becomes free. The smallest rank goes first; of equal ones, the one that is free longer."""
+        raise NotImplementedError
+
+    def evicted(self, rank: tuple[int, ...]) -> None:
+        """A block with this rank is given up."""
+
+
 class StepView(NamedTuple):
     """What a batching policy may know of the step that is being decided."""
 
@@ -190,6 +225,7 @@ _KINDS: dict[type[Policy], tuple[str, int]] = {
     Admission: ("admits", 5),
     Victim: ("choose", 1),
     Batching: ("step", 1),
+    Eviction: ("rank", 1),
 }
 """The method that a class of each kind must define, and how many arguments it is called with."""
 

@@ -169,14 +169,15 @@ class BlockPool:
     Whoever gets a block from `take` or `share` owns one reference, and gives it back with `drop`, once.
     """
 
-    def __init__(self, num_blocks: int, free_order: str = "blank-first") -> None:
+    def __init__(self, num_blocks: int, free_order: str = "blank-first", order: FreeOrder | None = None) -> None:
+        """`order` takes the place of the one that `free_order` names."""
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_kept_free = 0
         """How many of the free blocks are kept."""
         self._refs: list[int] = [0] * num_blocks
         self._kept = bytearray(num_blocks)
-        self._order: FreeOrder = FREE_ORDERS[free_order](num_blocks)
+        self._order: FreeOrder = FREE_ORDERS[free_order](num_blocks) if order is None else order
 
     def take(self, num: int) -> tuple[list[BlockId], list[BlockId]]:
         """`num` free blocks, one reference each, and those among them that were kept: their content is lost now.

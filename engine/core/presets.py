@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from engine.core.batching import BATCHINGS
 from engine.core.cost import CostModel
 from engine.core.errors import ConfigError
+from engine.core.eviction import EVICTIONS
 from engine.core.extents import PLACEMENTS
 from engine.core.orders import ORDERS
 from engine.core.policies import Batching, Policy
@@ -68,6 +69,8 @@ class SchedulerConfig:
     """Which free blocks are used first: see engine.core.pool."""
     prefix_index: str = "hash"
     """How cached prefixes are found: `hash` (a dictionary of chained keys) or `radix` (a tree); the same are."""
+    eviction_policy: str = "lru"
+    """Which cached block is given up when there is no blank one: `lru`, or see engine.core.eviction."""
     allocator: str = "paged"
     """`paged`, or how many tokens a contiguous run is reserved for: see engine.core.contiguous. Those cache nothing."""
     placement: str = "first-fit"
@@ -131,6 +134,7 @@ class SchedulerConfig:
             "same_step": SAME_STEP,
             "free_order": FREE_ORDERS,
             "prefix_index": PREFIX_INDICES,
+            "eviction_policy": ("lru", *EVICTIONS),
             "allocator": ALLOCATORS,
             "placement": PLACEMENTS,
             "scheduling_policy": ORDERS,
@@ -138,6 +142,11 @@ class SchedulerConfig:
             "batching": BATCHINGS,
             "admission_reserve": ADMISSION_RESERVES,
         }
+        if self.eviction_policy != "lru" and self.free_order != "blank-first":
+            raise ConfigError(
+                f"eviction_policy is {self.eviction_policy!r}, which gives out blank blocks first; it cannot be used "
+                f"with free_order {self.free_order!r}"
+            )
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")

@@ -226,6 +226,19 @@ class RadixIndex(PrefixIndex):
         run = self._run_of.get(block)
         return None if run is None else run.keys[self._depth_of[block] - run.start]
 
+    def is_needed(self, block: BlockId) -> bool:
+        run = self._run_of[block]
+        at = self._depth_of[block] - run.start
+        return (at + 1 < len(run.keys) or bool(run.children)) and run.firsts[at] not in self._more
+
+    def parent_key(self, block: BlockId) -> BlockHash | None:
+        run = self._run_of[block]
+        at = self._depth_of[block] - run.start
+        if at:
+            return run.keys[at - 1]
+        before = run.parent
+        return before.keys[-1] if before is not None and before.keys else None
+
     def entries(self) -> list[tuple[BlockHash, list[BlockId]]]:
         found: list[tuple[BlockHash, list[BlockId]]] = []
         for run in self._runs():

@@ -22,11 +22,12 @@ from engine.core.asking import Policies
 from engine.core.cohort import DecodeCohort, by_key
 from engine.core.contiguous import ContiguousManager
 from engine.core.errors import InvalidRequest, InvariantError
+from engine.core.eviction import EVICTIONS
 from engine.core.fastforward import Horizon
 from engine.core.flight import CohortRows, InFlight
 from engine.core.host import HostBlocks, Transfers
 from engine.core.manager import BlockManager
-from engine.core.policies import MIXED, Batch, RequestView, StepView
+from engine.core.policies import MIXED, Batch, Eviction, RequestView, StepView
 from engine.core.presets import SchedulerConfig
 from engine.core.request import FINISHED, RUNNING, WAITING, Group, Request
 from engine.core.types import (
@@ -50,6 +51,14 @@ __all__ = ["CohortRows", "Horizon", "Scheduler"]
 _NO_TURN = 2
 
 
+def _eviction(config: SchedulerConfig) -> Eviction | None:
+    """A user's own, or the one that is named; None for lru, which needs none."""
+    for policy in config.policies:
+        if isinstance(policy, Eviction):
+            return policy
+    return None if config.eviction_policy == "lru" else EVICTIONS[config.eviction_policy]()
+
+
 def _manager(config: SchedulerConfig) -> BlockManager:
     if config.allocator == "paged":
         return BlockManager(
@@ -58,6 +67,7 @@ def _manager(config: SchedulerConfig) -> BlockManager:
             config.enable_prefix_caching,
             config.free_order,
             config.prefix_index,
+            _eviction(config),
         )
     return ContiguousManager(
         config.num_blocks,
@@ -125,6 +135,8 @@ class Scheduler:
         if config.host_tier and self.host is not None:
             self.transfers = Transfers(self.host, self.manager.pool, config.transfer_lease_ns)
             self.manager.new_keys = []
+        self._indexes_all = config.host_tier or self.manager.ranked is not None
+        """Whether content that nobody else can have is published like any other."""
         self._share = config.same_step == "share"
         self._defer = config.same_step == "defer"
         # A contiguous run is promised to its request as a whole anyway.
@@ -182,8 +194,8 @@ class Scheduler:
         id = self._next_id
         key = (*self._policies.key(self._view(id, spec, self._policies.order.oracle)), spec.arrival, id)
         request = Request(id, spec, cap, shared, key)
-        if config.host_tier:
-            # What is copied to the host must not depend on who can be known to share it.
+        if self._indexes_all:
+            # What is copied to the host, or given up, must not depend on who can be known to share it.
             request.shared_blocks = NO_LIMIT
             request.publishes_output = True
         if spec.n > 1:

@@ -84,6 +84,7 @@ class EngineArgs:
     allocator: str | None = None
     placement: str | None = None
     prefix_index: str | None = None
+    eviction_policy: str | None = None
     scheduling_policy: str | None = None
     victim_policy: str | None = None
     batching: str | None = None
@@ -519,6 +520,7 @@ def _scheduler_config(args: EngineArgs, model: DecoderConfig, dtype: torch.dtype
         "allocator",
         "placement",
         "prefix_index",
+        "eviction_policy",
         "scheduling_policy",
         "victim_policy",
         "batching",

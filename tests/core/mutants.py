@@ -23,6 +23,7 @@ from engine.core import groups as groups_module
 from engine.core import tiers as tiers_module
 from engine.core.cohort import DecodeCohort
 from engine.core.contiguous import ContiguousManager
+from engine.core.eviction import RankedOrder
 from engine.core.extents import BestFit, Buddy, ExtentPool, FirstFit, Holes
 from engine.core.host import HostBlocks, Transfers
 from engine.core.identity import SpanIdentity, TokenIdentity
@@ -721,6 +722,29 @@ MUTANTS: list[Mutant] = [
         "self._catch_up(request)",
         "pass",
     ),
+    # Eviction.
+    _mutant(
+        "a block given up before what follows it",
+        "evictions",
+        RankedOrder,
+        "_evict",
+        "if index.is_needed(block):",
+        "if False:",
+    ),
+    _mutant(
+        "what was put aside never comes back", "evictions", RankedOrder, "_evict", "self._bring_back(before)", "pass"
+    ),
+    _mutant(
+        "an entry of the past counts",
+        "evictions",
+        RankedOrder,
+        "_evict",
+        "self._ticket[block] != ticket",
+        "not self._ticket[block]",
+    ),
+    _mutant("a block in use may be given up", "evictions", RankedOrder, "remove", "self._ticket[block] = 0", "pass"),
+    _mutant("uses are not counted", "policies of eviction", RankedOrder, "used", "self._num_uses[block] += 1", "pass"),
+    _mutant("what is given up stays in the index", "evictions", RankedOrder, "_evict", "index.remove([block])", "pass"),
     # Fork and copy-on-write.
     _mutant(
         "a shared block written in place",

@@ -48,6 +48,7 @@ OUT_OF_RANGE: list[tuple[str, object, str]] = [
     ("prefix_index", "trie", "hash, radix"),
     ("allocator", "contiguous", "paged, contiguous-max, contiguous-pow2, contiguous-oracle"),
     ("placement", "worst-fit", "first-fit, best-fit, buddy"),
+    ("eviction_policy", "random", "lru, fifo, lfu, 2q"),
     ("preemption_mode", "kill", "recompute, swap, swap-groups, auto, reject"),
     ("scheduling_policy", "lifo", "fcfs, priority, sjf, sjf-predicted, sjf-oracle, edf, fair, lpm, aging"),
     ("victim_policy", "me", "last-in, lowest-priority, most-memory, least-work-lost"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import test_contiguous
 import test_core_config
+import test_eviction
 import test_extents
 import test_forks
 import test_identity
@@ -85,6 +87,15 @@ def contiguous_runs() -> None:
         same_both_ways(case)
 
 
+def evictions() -> None:
+    for name in ("fifo", "lfu"):
+        for case in generated(False, 120, "tiers"):
+            options = replace(case.config, eviction_policy=name, free_order="blank-first")
+            assert play(replace(case, config=options)) == play(
+                replace(case, config=options), test_eviction.scheduler_with(test_eviction.BruteForce)
+            )
+
+
 def chunks() -> None:
     for case in decodes_behind_chunks():
         if case.config.same_step == "share":
@@ -144,6 +155,8 @@ CHECKS: dict[str, Callable[[], object]] = {
     "copied for nobody": test_tiers.test_a_copy_for_a_request_that_is_gone_is_not_made,
     "copy sources": test_forks.test_the_source_of_a_copy_is_no_target_in_the_same_step,
     "loading victim": test_tiers.test_a_request_that_loads_is_no_victim,
+    "evictions": evictions,
+    "policies of eviction": test_eviction.test_frequency_outlives_a_scan_and_recency_does_not,
     "promises": test_tiers.test_what_a_loading_prompt_still_needs_is_promised_to_it,
     "extents": extents,
     "contiguous": contiguous,
