@@ -29,6 +29,17 @@ def test_every_promise_has_a_test_or_says_why_not() -> None:
         assert "::" in text or re.search(r"Open[:,] \w+", text), f"{name} has neither a test nor a reason"
 
 
+def test_every_fault_seen_elsewhere_has_a_test_or_says_why_not() -> None:
+    """All 49 kinds of fault are there, in order, and each names a test or the sentence why it cannot occur."""
+    part = PAGE.split("## What has broken elsewhere")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \| (.+) \|$", part, re.MULTILINE)
+    assert [int(row[0]) for row in rows] == list(range(1, 50))
+    for number, seen_in, fault, held in rows:
+        assert seen_in, number
+        assert fault, number
+        assert "::" in held or (held[0].isupper() and held.endswith(".")), f"fault {number} has neither test nor reason"
+
+
 def test_every_seeded_bug_is_listed() -> None:
     """The page lists the seeded bugs of tests/core/mutants.py, and no others."""
     sys.path.insert(0, str(ROOT / "tests" / "core"))
