@@ -32,7 +32,12 @@ class Sequence:
 class HostMachine(RuleBasedStateMachine):
     """Plans are made of swaps, stores and loads; each that runs does its copies in the order of the phases."""
 
-    @initialize(device=st.integers(2, 7), host=st.integers(1, 6), keeps=st.booleans(), lease=st.integers(1, 6))
+    @initialize(
+        device=st.integers(3, 9),
+        host=st.integers(2, 8),
+        keeps=st.sampled_from([True, True, False]),
+        lease=st.integers(1, 6),
+    )
     def begin(self, device: int, host: int, keeps: bool, lease: int) -> None:
         self.pool = BlockPool(device)
         self.index = HashIndex()
@@ -78,8 +83,8 @@ class HostMachine(RuleBasedStateMachine):
         loading = [id(sequence) for sequence in self.loads.values()]
         return [s for s in self.live if s.device and s.writes == len(s.contents) and id(s) not in loading]
 
-    @rule(letters=st.lists(st.sampled_from("ab"), min_size=1, max_size=3), tail=st.booleans())
-    def start(self, letters: list[str], tail: bool) -> None:
+    @rule(letters=st.lists(st.sampled_from("ab"), min_size=1, max_size=3), tail=st.booleans(), runs=st.booleans())
+    def start(self, letters: list[str], tail: bool, runs: bool) -> None:
         contents: list[Content] = ["".join(letters[: i + 1]) for i in range(len(letters))]
         if tail:
             self.number += 1
@@ -89,6 +94,8 @@ class HostMachine(RuleBasedStateMachine):
             sequence.device = self.take(len(contents))
             self.live.append(sequence)
             self.admitted = True
+            if runs:
+                self.plan(True)
 
     @precondition(lambda self: bool(self.settled()))
     @rule(data=st.data())
@@ -110,11 +117,10 @@ class HostMachine(RuleBasedStateMachine):
         if table is None:
             assert self.host.digest() == before
             assert room < len(sequence.device)
-            self.live.remove(sequence)
         else:
             assert len(table) == len(sequence.device)
             sequence.host = table
-        self.leave(sequence)
+            self.leave(sequence)
 
     @precondition(lambda self: any(s.host for s in self.live))
     @rule(data=st.data())
@@ -128,12 +134,14 @@ class HostMachine(RuleBasedStateMachine):
         sequence.host = []
         sequence.writes = 0
         self.admitted = True
+        if data.draw(st.booleans()):
+            self.plan(True)
 
     @precondition(lambda self: bool(self.live))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         """Between two plans; whoever has something in the plan being made is not asked."""
-        if self.admitted or self.swap_in:
+        if self.admitted or self.swap_in or data.draw(st.integers(0, 2)):
             return
         sequence = data.draw(st.sampled_from(self.live))
         self.live.remove(sequence)
@@ -158,6 +166,7 @@ class HostMachine(RuleBasedStateMachine):
         self.loads[transfer.id] = sequence
         self.live.append(sequence)
         self.admitted = True
+        self.plan(False)
 
     def end_transfer(self, number: int, ok: bool) -> None:
         """P8: what a transfer reads and writes is as it was when it began."""
@@ -292,4 +301,4 @@ class HostMachine(RuleBasedStateMachine):
 
 
 TestHostMachine = HostMachine.TestCase
-TestHostMachine.settings = settings(max_examples=150, stateful_step_count=30)
+TestHostMachine.settings = settings(max_examples=50, stateful_step_count=60)
