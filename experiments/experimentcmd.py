@@ -51,6 +51,7 @@ EXPERIMENTS: dict[str, Entry] = {
     "preemption": Entry(
         "experiments.preemption", "recompute, swap, auto and reject over block size and link; the election night"
     ),
+    "prefix": Entry("experiments.prefix", "what prefix caches of every size and policy hit, what it saves and costs"),
     "waste": Entry("experiments.waste", "what share of KV memory holds tokens, paged and contiguous"),
 }
 """By name, in alphabetic order."""

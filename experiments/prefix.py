@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["documents", "run"]
 
 MOONCAKE = "traces/mooncake/conversation_trace.jsonl.xz"
-CAPACITIES = (250_000, 500_000, 1_000_000, 2_000_000, 4_000_000, 8_000_000)
+CAPACITIES = (250_000, 500_000, 1_000_000, 2_000_000, 4_000_000)
 """Tokens."""
-CURVE_REQUESTS = 3000
+CURVE_REQUESTS = 1000
 SLICE = 2000
 ORDERS = ("fcfs", "sjf", "lpm")
 SYSTEM_TOKENS, SYSTEM_RATE = 4000, 100
@@ -97,7 +97,7 @@ def _chats(seed: int) -> Trace:
         {
             "kind": "synthetic",
             "name": "chats",
-            "num_requests": 3000,
+            "num_requests": 1200,
             "seed": seed,
             "arrival": {"process": "poisson", "rate_per_s": 2.0},
             "prompt_tokens": {"dist": "lognormal", "mean": 120, "sigma": 0.8, "low": 8, "high": 800},
@@ -184,6 +184,7 @@ def _served(context: Context, notes: list[str]) -> list[dict[str, Any]]:
     trace = context.trace(MOONCAKE, dequantize=True).head(SLICE) if context.has(MOONCAKE) else _chats(context.seed)
     found = []
     cells = [(order, cache) for order in ORDERS for cache in ("off", "hash", "radix")]
+    cells.remove(("lpm", "off"))  # without a cache it is first come, first served
     for order, cache in context.track(cells, "served runs"):
         options: dict[str, Any] = {
             "scheduling_policy": order,
@@ -342,7 +343,7 @@ def _floor_rule() -> list[dict[str, int]]:
     for size in (16, 528, 784, 2096):
         for shared in (240, 552, 561, 979):
             trace = documents_of(shared)
-            reached = replay(trace, 64 * size, size)
+            reached = replay(trace, max(64, -(-16384 // size)) * size, size)
             found.append({"block_size": size, "shared_tokens": shared, "hit_tokens": reached.hit_tokens})
     return found
 
@@ -516,7 +517,8 @@ def _picture(
                 ax.plot(
                     [r["capacity_tokens"] / 1e6 for r in rows],
                     [100 * r["hit_share"] for r in rows],
-                    "k--" if policy == "belady" else "o-",
+                    linestyle="--" if policy == "belady" else "-",
+                    marker="" if policy == "belady" else "o",
                     markersize=3,
                     color="black" if policy == "belady" else colour,
                     label=f"{policy} (knows the future)" if policy == "belady" else policy,
@@ -532,8 +534,9 @@ def _picture(
         ax = axes[len(workloads)]
         for i, (name, wanted) in enumerate(bars):
             rows = [r for r in served if wanted(r)]
+            at = [ORDERS.index(r["order"]) + (i - 1) * 0.27 for r in rows]
             ax.bar(
-                np.arange(len(rows)) + (i - 1) * 0.27,
+                at,
                 [r["ttft_mean_s"] for r in rows],
                 0.25,
                 label=name,
