@@ -191,8 +191,77 @@ PRESETS: dict[str, dict[str, object]] = {
         "max_num_batched_tokens": 2048,
         "block_size": 16,
     },
+    "vllm-v0": {
+        "batching": "prefill-first",
+        "preemption_mode": "swap-groups",
+        "free_order": "single-queue",
+        "same_step": "off",
+        "watermark": 0.01,
+        "scheduler_reserve_full_isl": True,
+        "enable_prefix_caching": False,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 2048,
+        "block_size": 16,
+    },
+    "sglang": {
+        "batching": "prefill-first",
+        "scheduling_policy": "fcfs",
+        "prefix_index": "radix",
+        "free_order": "blank-first",
+        "same_step": "off",
+        "enable_prefix_caching": True,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "block_size": 1,
+    },
+    "trtllm-no-evict": {
+        "admission_reserve": "max_tokens",
+        "scheduler_reserve_full_isl": True,
+        "enable_prefix_caching": True,
+        "max_num_seqs": 2048,
+        "max_num_batched_tokens": 8192,
+        "block_size": 32,
+    },
+    "trtllm-max-utilization": {
+        "admission_reserve": "prompt",
+        "scheduler_reserve_full_isl": True,
+        "enable_prefix_caching": True,
+        "max_num_seqs": 2048,
+        "max_num_batched_tokens": 8192,
+        "block_size": 32,
+    },
+    "orca": {
+        "allocator": "contiguous-max",
+        "placement": "buddy",
+        "scheduling_policy": "fcfs",
+        "batching": "mixed",
+        "enable_prefix_caching": False,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 2048,
+        "block_size": 16,
+    },
+    "hf-static": {
+        "allocator": "contiguous-max",
+        "placement": "first-fit",
+        "scheduling_policy": "fcfs",
+        "batching": "static",
+        "enable_prefix_caching": False,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 65536,
+        "block_size": 16,
+    },
 }
-"""Options by the engine and version whose scheduler they stand for."""
+"""Options by the engine and version whose scheduler they stand for; what each leaves out is in docs/policies.md.
+
+vllm-0.19, vllm-0.33     vLLM 0.19.1 and 0.33.0: repeat recorded decisions of theirs
+vllm-v0                  vLLM's first scheduler, as of 0.6, without chunked prefill
+sglang                   SGLang 0.5, page size 1, schedule policy fcfs (its default; lpm is the other)
+trtllm-no-evict          TensorRT-LLM 1.x, capacity scheduler policy GUARANTEED_NO_EVICT, its default
+trtllm-max-utilization   the same, MAX_UTILIZATION
+orca                     iteration-level scheduling, one reservation of the longest length: Orca (Max) of the paper on
+                         PagedAttention
+hf-static                static batches, one reservation of the longest length: transformers, FasterTransformer
+"""
 PRESETS["vllm-v1"] = PRESETS["vllm-0.33"]
 
 
@@ -209,7 +278,8 @@ def preset(name: str) -> dict[str, object]:
 
 def usable_blocks(num_blocks: int, preset_name: str | None) -> int:
     """How many of `num_blocks` KV blocks requests can have: vLLM keeps one of them for itself, the null block."""
-    return num_blocks - 1 if preset_name is not None and preset_name.startswith("vllm-") else num_blocks
+    options = PRESETS.get(preset_name or "", {})
+    return num_blocks - 1 if options.get("null_block") else num_blocks
 
 
 def host_blocks(swap_space: float, kv_offloading_size: float, preemption_mode: str, block_bytes: int) -> int:

@@ -21,6 +21,7 @@ from engine.core import drive as drive_module
 from engine.core import fastforward as fastforward_module
 from engine.core import groups as groups_module
 from engine.core import tiers as tiers_module
+from engine.core.asking import Policies
 from engine.core.cohort import DecodeCohort
 from engine.core.contiguous import ContiguousManager
 from engine.core.eviction import RankedOrder
@@ -29,6 +30,7 @@ from engine.core.host import HostBlocks, Transfers
 from engine.core.identity import SpanIdentity, TokenIdentity
 from engine.core.index import HashIndex
 from engine.core.manager import BlockManager
+from engine.core.orders import FairShare
 from engine.core.pool import BlockPool, LazyQueue
 from engine.core.radix import RadixIndex
 from engine.core.records import Recorder
@@ -528,6 +530,95 @@ MUTANTS: list[Mutant] = [
             Edit(DecodeCohort, function, (("[-base % size]", "[(-base - 1) % size]"),))
             for function in ("join", "leave")
         ),
+    ),
+    # Policies.
+    _mutant(
+        "promised blocks are not counted",
+        "promise",
+        Scheduler,
+        "_has_room",
+        "spare += self._promised_blocks()",
+        "pass",
+    ),
+    _mutant(
+        "a promise of one token too little",
+        "promise",
+        Scheduler,
+        "_promised_blocks",
+        "-(-self._most_tokens(r.num_prompt, r.cap) // size)",
+        "self._most_tokens(r.num_prompt, r.cap) // size",
+    ),
+    _mutant(
+        "the first in the order may be a victim",
+        "first victim",
+        Scheduler,
+        "_choose_victim",
+        "len(candidates) > 1 and self._is_first(request)",
+        "False",
+    ),
+    _mutant(
+        "decodes go on in a step of prompts",
+        "batching",
+        Scheduler,
+        "_place_running",
+        "if not batch.decodes:",
+        "if False:",
+    ),
+    _mutant(
+        "decodes wait for prompts although they come first",
+        "batching",
+        Scheduler,
+        "_turn",
+        "return 0 if decodes or not batch.decodes_first else 1",
+        "return 0",
+    ),
+    _mutant(
+        "a prompt is cut although steps hold whole ones",
+        "whole steps",
+        Scheduler,
+        "_admit",
+        "if whole_prompts and budget < config.max_num_batched_tokens:",
+        "if False:",
+    ),
+    _mutant(
+        "a batching may stall those that run",
+        "stall",
+        Scheduler,
+        "schedule",
+        "if batch is not MIXED and self._chunks",
+        "if False and self._chunks",
+    ),
+    _mutant(
+        "somebody is admitted although the batching forbids it",
+        "batching",
+        Scheduler,
+        "schedule",
+        "blocked = not batch.admit or self._admit",
+        "blocked = self._admit",
+    ),
+    _mutant(
+        "a run although the cache decides who is next",
+        "next in a run",
+        Scheduler,
+        "_stays_blocked",
+        "(full or not (self._cohort.num_sharing or self._dynamic))",
+        "(full or not self._cohort.num_sharing)",
+    ),
+    _mutant(
+        "policies remember the run before",
+        "own policies",
+        Policies,
+        "__init__",
+        "policy = _ask(given, partial(copy.deepcopy, given))",
+        "policy = given",
+    ),
+    _mutant(
+        "the virtual time stands still",
+        "fair",
+        FairShare,
+        "started",
+        "self._virtual = max(self._virtual, self._start.pop(request.id, 0))",
+        "pass",
     ),
     # Fast-forward.
     _mutant(

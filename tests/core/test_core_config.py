@@ -265,7 +265,7 @@ def test_max_num_seqs_bounds_the_running() -> None:
 def test_a_vllm_preset_keeps_the_null_block() -> None:
     """Of the 2,588 blocks that vLLM reports, requests can have 2,587; other engines' presets and ours give all."""
     assert usable_blocks(2588, "vllm-0.19") == usable_blocks(2588, "vllm-v1") == 2587
-    assert usable_blocks(2588, None) == usable_blocks(2588, "other") == 2588
+    assert usable_blocks(2588, None) == usable_blocks(2588, "other") == usable_blocks(2588, "vllm-v0") == 2588
 
 
 def test_the_null_block_counts_in_the_watermark() -> None:

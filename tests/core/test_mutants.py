@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import test_built_in_policies
 import test_contiguous
 import test_core_config
 import test_eviction
@@ -146,6 +147,16 @@ def identity() -> None:
     test_identity.test_a_salt_keeps_the_tenants_of_a_trace_apart()
 
 
+def promise() -> None:
+    for case in generated(False, 400):
+        test_built_in_policies.check_promise(case)
+
+
+def batching() -> None:
+    for name, expected in test_built_in_policies.STEPS:
+        test_built_in_policies.test_a_step_holds_what_the_batching_says(name, expected)
+
+
 CHECKS: dict[str, Callable[[], object]] = {
     "programs": programs,
     "forks": lambda: programs_of("forks"),
@@ -183,6 +194,14 @@ CHECKS: dict[str, Callable[[], object]] = {
     "watermark": test_core_config.test_the_watermark_counts_only_while_something_runs,
     "whole prompt": lambda: test_core_config.test_admission_looks_at_the_whole_prompt(True, (0,)),
     "victims": test_policies.test_a_victim_that_has_its_place_is_refused,
+    "promise": promise,
+    "first victim": test_built_in_policies.test_the_first_in_the_order_is_no_victim,
+    "batching": batching,
+    "whole steps": test_built_in_policies.test_prefill_first_takes_whole_prompts,
+    "stall": test_built_in_policies.test_no_batching_can_stall,
+    "next in a run": test_built_in_policies.test_a_run_ends_where_the_cache_changes_who_is_next,
+    "own policies": test_built_in_policies.test_every_scheduler_has_policies_of_its_own,
+    "fair": test_built_in_policies.test_an_idle_tenant_saves_up_nothing,
 }
 """Parts of the suite, cut short where they are long: each raises where it fails."""
 

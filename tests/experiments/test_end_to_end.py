@@ -101,6 +101,22 @@ def test_a_planted_difference_is_found(folder: Path, tmp_path: Path) -> None:
         assert compared(folder, out, tmp_path / f"compared-{number}")["decision_differences"] > 0
 
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "policies"
+
+
+@pytest.mark.parametrize(
+    "policy", ["shortest_with_patience.py:ShortestWithPatience", "gentle_prefill.py:GentlePrefill"]
+)
+def test_a_policy_file_runs_in_both(folder: Path, tmp_path: Path, policy: str) -> None:
+    """The same file decides in the simulator and in the engine: replayed, no step differs, and without it some do."""
+    common = ["--trace", str(folder / "w.yaml"), *OPTIONS, "--policy", f"{EXAMPLES}/{policy}"]
+    assert main(["run", *common, "--out", str(tmp_path / "real")]) == 0
+    simulate = ["simulate", *common, "--calibration", str(folder / "calibration.json"), "--no-bands"]
+    assert main([*simulate, "--out", str(tmp_path / "sim")]) == 0
+    assert compared(tmp_path, tmp_path / "sim", tmp_path / "same")["decision_differences"] == 0
+    assert compared(folder, tmp_path / "sim", tmp_path / "other")["decision_differences"] > 0
+
+
 def test_a_simulation_gives_the_same_bytes_twice(folder: Path, tmp_path: Path) -> None:
     """Everything but the timing is byte-identical, with runs of steps and without."""
     common = ["--trace", str(folder / "w.yaml"), *OPTIONS, "--calibration", str(folder / "calibration.json")]
