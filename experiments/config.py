@@ -135,7 +135,7 @@ class Config:
 
     # -- scheduler
     preset: str | None = _option(
-        None, "scheduler", "scheduler of a known engine, such as vllm-0.33, sglang or orca (docs/policies.md); later sources override it"
+        None, "scheduler", "scheduler of a known engine, such as vllm-0.33, sglang or orca; later sources override it"
     )
     max_num_seqs: int = _option(256, "scheduler", "most requests that run at once", unit="requests", low=1, high=65536)
     max_num_batched_tokens: int = _option(

@@ -281,7 +281,7 @@ def test_a_run_ends_where_the_cache_changes_who_is_next() -> None:
     case = Case(config(num_blocks=10, block_size=1, scheduling_policy="lpm"), jobs)
     requests = same_both_ways(case).recorder.requests()
     assert requests["admitted_ns"][3] == 8
-    assert requests["admitted_ns"][4] > requests["finish_ns"][2]
+    assert requests["admitted_ns"][4] >= requests["finish_ns"][2]
 
 
 def test_a_pause_for_prefills_loses_no_token() -> None:
