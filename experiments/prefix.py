@@ -525,6 +525,9 @@ def _picture(
                 )
             ax.set(xscale="log", xlabel="cache (million tokens)", ylabel="prompt tokens hit (%)", title=workload)
             ax.set_ylim(bottom=0)
+            ticks = sorted({row["capacity_tokens"] / 1e6 for row in curves if row["workload"] == workload})
+            ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            ax.minorticks_off()
             ax.legend(fontsize=8)
         bars: list[tuple[str, Callable[[Mapping[str, Any]], bool]]] = [
             ("off", lambda r: r["cache"] == "off"),
@@ -559,5 +562,7 @@ def _picture(
             title="The cliff of LRU",
         )
         ax.set_xticks(CYCLES, [str(num) for num in CYCLES])
+        ax.minorticks_off()
+        ax.set_yticks([10, 30, 100], ["10", "30", "100"])
         ax.legend(fontsize=8, title="prefix cache")
         return to_png(figure)
