@@ -126,6 +126,27 @@ COMMANDS: dict[str, Command] = {
         ),
         required=("out",),
     ),
+    "ab": Command(
+        "two policies, presets or options on one trace, in the simulator and on the engine",
+        "experiments.ab:execute",
+        sections=(*_ENGINE, "workload", "time"),
+        options=("out",),
+        arguments=(
+            _argument(
+                "--a",
+                help="side A: default, a preset, a policy's name, path/file.py:Class, or key=value,key=value",
+                metavar="SIDE",
+            ),
+            _argument("--b", help="side B, likewise", metavar="SIDE"),
+            _argument("--pairs", help="a YAML file with several pairs, instead of --a and --b", metavar="FILE"),
+            _argument("--where", help="sim, engine or both (default both)", default="sim,engine", metavar="PLACES"),
+            _argument(
+                "--repeat", help="real runs of each side, interleaved (default 3, or the file's)", type=int, metavar="N"
+            ),
+            _argument("--metric", help="what the pair is judged by (default e2e_s.mean)", metavar="NAME"),
+        ),
+        required=("out",),
+    ),
     "plot memory": Command(
         "where every byte of KV memory is: over time, and with --record-blocks block by block",
         "experiments.plotmemory:execute",

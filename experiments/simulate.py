@@ -74,12 +74,7 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     """`kvtwin simulate`: the results folder --out; returns summary.json."""
     wall, cpu = time.perf_counter(), time.process_time()
     trace = load_trace(config)
-    spec = model_spec(config.model)
-    basis = step_time_of(config, spec)
-    num_blocks, assumption = kv_blocks(config, spec)
-    options = scheduler_config(
-        config, num_blocks, spec.max_position, basis.moves.block_bytes, _cost_model(config, basis)
-    )
+    basis, options, assumption = scheduler_of(config)
     folder, prediction = simulate_into(config, trace, options, basis, assumption, wall, cpu)
     terminal.interrupted = not prediction.complete
     mind_rejected(prediction.tables.requests, terminal)
@@ -121,6 +116,21 @@ def simulate_into(
     timing = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     results.finish(folder, manifest, prediction.tables, prediction.summary, timing, prediction.complete)
     return folder, prediction
+
+
+def scheduler_of(config: Config) -> tuple[Basis, SchedulerConfig, str]:
+    """(what step times rest on, the scheduler's options, what was assumed of the KV cache's size).
+
+    Raises:
+        UsageError, SimError, CoreError: an option cannot be, or a file that it names.
+    """
+    spec = model_spec(config.model)
+    basis = step_time_of(config, spec)
+    num_blocks, assumption = kv_blocks(config, spec)
+    options = scheduler_config(
+        config, num_blocks, spec.max_position, basis.moves.block_bytes, _cost_model(config, basis)
+    )
+    return basis, options, assumption
 
 
 def model_spec(model: str) -> ModelSpec:

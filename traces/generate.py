@@ -19,11 +19,34 @@ from traces.schema import NO_ID, NO_ROW, Trace, make_trace, offsets_of
 __all__ = ["generate", "load_generator"]
 
 PROCESSES = ("poisson", "gamma", "constant", "trace", "closed-loop")
-_KEYS = ("kind", "name", "num_requests", "seed", "arrival", "prompt_tokens", "output_tokens", "prefix", "sessions")
+_KEYS = (
+    "kind",
+    "name",
+    "num_requests",
+    "seed",
+    "arrival",
+    "prompt_tokens",
+    "output_tokens",
+    "prefix",
+    "sessions",
+    "tenants",
+    "priorities",
+)
 _ARRIVAL_KEYS = ("process", "rate_per_s", "cv", "concurrency", "file")
 _PREFIX_KEYS = ("num_prefixes", "tokens", "share", "zipf")
 _SESSION_KEYS = ("turns", "think_s")
-_STREAMS = ("arrival", "prompt", "output", "prefix-has", "prefix-which", "prefix-tokens", "turns", "think")
+_STREAMS = (
+    "arrival",
+    "prompt",
+    "output",
+    "prefix-has",
+    "prefix-which",
+    "prefix-tokens",
+    "turns",
+    "think",
+    "tenant",
+    "priority",
+)
 _MOST_REQUESTS = 100_000_000
 
 
@@ -71,6 +94,8 @@ def generate(spec: Mapping[str, Any], *, where: str = "generator", base: str | P
     num_sessions = int(session[-1]) + 1
     start_ns, concurrency = _arrivals(top, num_sessions, rng["arrival"])
     prefix_id, prefix_tokens, num_prefixes = _prefixes(top, num_sessions, rng)
+    tenants = top.integer("tenants", 1, default=1, most=2**31)
+    priorities = top.integer("priorities", 1, default=1, most=2**31)
     top.done(_KEYS)
 
     first_row = np.flatnonzero(turn == 0)
@@ -106,6 +131,9 @@ def generate(spec: Mapping[str, Any], *, where: str = "generator", base: str | P
         output_ids=np.where(repeated, output_ids, NO_ID),
         after=np.where(later, rows - 1, NO_ROW),
         think_ns=np.where(later, think_ns, 0),
+        # Half of what the tenants before it left goes to each tenant, so that some ask much more than others.
+        tenant=np.minimum(rng["tenant"].geometric(0.5, num_sessions) - 1, tenants - 1)[session],
+        priority=rng["priority"].integers(0, priorities, n),
         name=name,
         concurrency=concurrency,
     )
