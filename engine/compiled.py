@@ -18,7 +18,7 @@ __all__ = ["MODULES", "build", "prefer_compiled"]
 
 MODULES = {
     "engine.core": (
-        *("types", "request", "cohort", "waiting", "pool", "extents", "index", "radix", "identity"),
+        *("types", "request", "cohort", "waiting", "pool", "extents", "index", "radix", "ranked", "identity"),
         *("manager", "contiguous", "host", "flight", "fastforward", "tiers", "groups", "scheduler", "records", "drive"),
     ),
     "sim": ("steptime", "executor"),

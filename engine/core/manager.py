@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from engine.core.errors import InvariantError, NoFreeBlocks
-from engine.core.eviction import RankedOrder
 from engine.core.index import HashIndex, PrefixIndex
 from engine.core.policies import Eviction
 from engine.core.pool import BlockPool
 from engine.core.radix import RadixIndex
+from engine.core.ranked import RankedOrder
 from engine.core.request import RUNNING, Request
 from engine.core.types import BlockCopy, BlockHash, BlockId, RequestSpec
 

@@ -24,7 +24,6 @@ from engine.core import tiers as tiers_module
 from engine.core.asking import Policies
 from engine.core.cohort import DecodeCohort
 from engine.core.contiguous import ContiguousManager
-from engine.core.eviction import RankedOrder
 from engine.core.extents import BestFit, Buddy, ExtentPool, FirstFit, Holes
 from engine.core.host import HostBlocks, Transfers
 from engine.core.identity import SpanIdentity, TokenIdentity
@@ -33,6 +32,7 @@ from engine.core.manager import BlockManager
 from engine.core.orders import FairShare
 from engine.core.pool import BlockPool, LazyQueue
 from engine.core.radix import RadixIndex
+from engine.core.ranked import RankedOrder
 from engine.core.records import Recorder
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler

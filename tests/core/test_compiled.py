@@ -88,7 +88,17 @@ def test_compiled_programs_do_what_the_sources_do() -> None:
     assert compiled["results"] == pure["results"]
 
 
-@pytest.mark.parametrize("options", [(), ("--async-scheduling", "--preset", "vllm-0.19"), ("--no-fast-forward",)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--async-scheduling", "--preset", "vllm-0.19"),
+        ("--no-fast-forward",),
+        ("--eviction-policy", "lfu", "--prefix-index", "radix"),
+        ("--allocator", "contiguous-pow2", "--placement", "buddy"),
+        ("--batching", "prefill-first", "--victim-policy", "most-memory"),
+    ],
+)
 def test_a_compiled_simulation_writes_the_same_bytes(tmp_path: Path, options: tuple[str, ...]) -> None:
     """With preemptions, prefix hits and sessions, the tables of both builds are equal to the byte."""
     need_compiled()

@@ -12,8 +12,9 @@ from shadow import play
 from strategies import cases, fast_cases
 
 from engine.core import ConfigError, PolicyError, RequestSpec, Scheduler, SchedulerConfig, StepOutcome, TokenIdentity
-from engine.core.eviction import EVICTIONS, LRU, RankedOrder
+from engine.core.eviction import EVICTIONS, LRU
 from engine.core.policies import BlockFacts, Eviction
+from engine.core.ranked import RankedOrder
 from engine.core.types import BlockId
 
 
