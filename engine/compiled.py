@@ -29,11 +29,15 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "compiled"
 
 
-def _digest(package: str) -> str:
-    """Of the sources that a package's compiled modules are made from, and of the Python that they are for."""
+def _digest() -> str:
+    """Of the sources of all compiled modules, and of the Python that they are for.
+
+    Of all together: compiled classes of one package take no sources' objects of another for their own.
+    """
     state = hashlib.sha256(f"{sys.version} {sysconfig.get_config_var('EXT_SUFFIX')}".encode())
-    for module in MODULES[package]:
-        state.update((ROOT / package.replace(".", "/") / f"{module}.py").read_bytes())
+    for package, modules in MODULES.items():
+        for module in modules:
+            state.update((ROOT / package.replace(".", "/") / f"{module}.py").read_bytes())
     return state.hexdigest()
 
 
@@ -75,7 +79,7 @@ def build() -> int:
             target = FOLDER / library.relative_to(work)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(library, target)
-        made = {package: _digest(package) for package in MODULES}
+        made = {package: _digest() for package in MODULES}
         (FOLDER / "sources.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
     return 0
 
@@ -85,7 +89,7 @@ def _is_made(package: str) -> bool:
         made = json.loads((FOLDER / "sources.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return bool(made.get(package) == _digest(package))
+    return bool(made.get(package) == _digest())
 
 
 def _libraries(work: Path, package: str, suffix: str) -> list[Path]:

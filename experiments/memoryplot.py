@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["LABELS", "Unit", "columns_of", "memory_figure", "unit_of"]
 
 COLUMNS = 1100
-"""Of time in the picture, each about a pixel wide. More steps than these are reduced to the fullest of each column."""
+"""Of time in the picture, each about a pixel wide. More steps than these are reduced to as many, or fewer."""
+PEAKS = tuple(name for name in metrics.USAGE if name not in ("cached", "free"))
+"""Uses whose highest points must be seen."""
 LABELS = {
     "held": "held: carry a token",
     "tail": "tail: unused end of last blocks",
@@ -42,7 +44,7 @@ class Unit:
 
     def text(self, slots: float) -> str:
         value = slots * self.per_slot
-        return f"{value:,.0f} {self.name}" if value >= 100 or self.name == "slots" else f"{value:.2g} {self.name}"
+        return f"{value:,.0f} {self.name}" if value >= 100 or self.name == "slots" else f"{value:.3g} {self.name}"
 
 
 def unit_of(run: Results, pool_slots: int) -> Unit:
@@ -71,16 +73,17 @@ class Columns:
     end_s: np.ndarray
     values: dict[str, np.ndarray]
     reduced: bool
-    """Whether each stands for several steps, the one with the most memory in use."""
+    """Whether each stands for several steps."""
 
 
 def columns_of(steps: dict[str, np.ndarray], start_ns: int, limit: int = COLUMNS) -> Columns:
-    """What to draw: every step, or where there are too many, of each stretch of time the step that uses most.
+    """What to draw: every step; or, where there are too many, of each stretch of time the step with the most in use,
+    and the steps at which single uses are at their highest, if that is higher by a hundredth of the pool.
 
-    Usage is that of one real step, so that it sums to the pool; `num_waiting` and `num_running` are the most of any
-    step of the stretch, and `preempted` is their sum.
+    The steps that are chosen share the stretch evenly, in order. Usage is always that of one real step, so that it sums
+    to the pool; `num_waiting` and `num_running` are the most of any step of the stretch.
     """
-    names = (*metrics.USAGE, "shared", "num_waiting", "num_running", "preempted")
+    names = (*metrics.USAGE, "shared", "num_waiting", "num_running")
     begin = (steps["start_ns"] - start_ns) / 1e9
     end = np.maximum((steps["end_ns"] - start_ns) / 1e9, begin)
     # A step is decided while the one before runs, if two are in flight: each is shown until the next is decided.
@@ -89,16 +92,34 @@ def columns_of(steps: dict[str, np.ndarray], start_ns: int, limit: int = COLUMNS
     end = np.where(follows - end > pause, end, follows)
     if len(begin) <= limit:
         return Columns(begin, end, {name: steps[name] for name in names}, False)
-    edges = np.linspace(begin[0], end[-1], limit + 1)
-    column = np.clip(np.searchsorted(edges, begin, side="right") - 1, 0, limit - 1)
-    used = sum(steps[name] for name in metrics.USAGE if name not in ("cached", "free"))
-    first = np.flatnonzero(np.diff(column, prepend=-1))
-    fullest = np.lexsort((-np.asarray(used), column))[first]
-    values = {name: steps[name][fullest] for name in (*metrics.USAGE, "shared")}
-    values |= {name: np.maximum.reduceat(steps[name], first) for name in ("num_waiting", "num_running")}
-    values["preempted"] = np.add.reduceat(steps["preempted"], first)
+    edges = np.linspace(begin[0], end[-1], limit // 2 + 1)
+    stretch = np.clip(np.searchsorted(edges, begin, side="right") - 1, 0, len(edges) - 2)
+    first = np.flatnonzero(np.diff(stretch, prepend=-1))
+    place = np.cumsum(np.diff(stretch, prepend=-1) > 0) - 1  # of each step's stretch among those that have any
+
+    def highest(values: np.ndarray) -> np.ndarray:
+        """The first step with the most of each stretch."""
+        found: np.ndarray = np.lexsort((-values, stretch))[first]
+        return found
+
+    fullest = highest(np.sum([steps[name] for name in PEAKS], axis=0))
+    pool = sum(steps[name][0] for name in metrics.USAGE)
+    chosen = [fullest]
+    for name in PEAKS:
+        peak = highest(steps[name])
+        chosen.append(peak[steps[name][peak] - steps[name][fullest] >= pool / 100])
+    kept = np.unique(np.concatenate(chosen))
+    values = {name: steps[name][kept] for name in (*metrics.USAGE, "shared")}
+    values |= {name: np.maximum.reduceat(steps[name], first)[place[kept]] for name in ("num_waiting", "num_running")}
     last = np.concatenate([first[1:], [len(begin)]]) - 1
-    return Columns(begin[first], end[last], values, True)
+    share = 1 / np.bincount(place[kept])[place[kept]]
+    number = np.arange(len(kept)) - np.searchsorted(place[kept], place[kept])
+    left = begin[first][place[kept]]
+    width = (end[last][place[kept]] - left) * share
+    starts = left + number * width
+    # To the bit where the next begins, unless nothing ran in between.
+    stops = np.where(np.diff(place[kept], append=-1) == 0, np.append(starts[1:], 0.0), end[last][place[kept]])
+    return Columns(starts, stops, values, True)
 
 
 def memory_figure(run: Results) -> Figure:
@@ -167,7 +188,7 @@ def _areas(ax: Axes, shown: Columns, steps: dict[str, np.ndarray], pool: int, un
     ax.set_ylabel(f"KV memory ({unit.name})")
     title = "from top to bottom"
     if shown.reduced:
-        title += f"\n({len(steps['step']):,} steps; each column\nof {len(shown.begin_s):,} shows its fullest)"
+        title += f"\n({len(steps['step']):,} steps, of which the\nfullest and peaks are shown)"
     ax.legend(
         handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1.0), title=title, alignment="left", fontsize=8.5
     )

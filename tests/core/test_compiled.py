@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+import engine.compiled
 from engine.compiled import FOLDER, MODULES, prefer_compiled
 
 PROGRAMS = """
@@ -123,3 +124,27 @@ def test_compiled_modules_of_other_sources_are_not_used(tmp_path: Path, monkeypa
     path: list[str] = []
     prefer_compiled("engine.core", path)
     assert path == []
+
+
+def test_a_change_in_one_package_puts_the_whole_build_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled modules of one package are not mixed with sources of another: they refuse each other's objects."""
+    monkeypatch.delenv("KVTWIN_PURE", raising=False)
+    for package, modules in MODULES.items():
+        folder = tmp_path / package.replace(".", "/")
+        folder.mkdir(parents=True)
+        for module in modules:
+            (folder / f"{module}.py").write_text("")
+    monkeypatch.setattr(engine.compiled, "ROOT", tmp_path)
+    monkeypatch.setattr(engine.compiled, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "sources.json").write_text(json.dumps(dict.fromkeys(MODULES, engine.compiled._digest())))
+
+    def found() -> list[bool]:
+        paths: dict[str, list[str]] = {package: [] for package in MODULES}
+        for package, path in paths.items():
+            prefer_compiled(package, path)
+        return [bool(path) for path in paths.values()]
+
+    assert all(found())
+    (tmp_path / "engine/core/types.py").write_text("# changed")
+    assert not any(found())

@@ -144,14 +144,19 @@ def test_reduced_columns_keep_every_peak(tmp_path: Path) -> None:
     steps["held"] += 10
     steps["held"][17_777] = 100
     steps["num_waiting"][23] = 7
-    steps["preempted"][[5, 6, 29_999]] = 1
-    steps["free"] = 100 - steps["held"]
+    steps["transfer"][777] = 5
+    steps["free"] = 100 - steps["held"] - steps["transfer"]
+    steps["held"][778], steps["free"][778] = 20, 80
     shown = columns_of(steps, 0)
     assert shown.reduced
     assert len(shown.begin_s) <= 1100
     assert shown.values["held"].max() == 100
     assert shown.values["num_waiting"].max() == 7
-    assert shown.values["preempted"].sum() == 3
+    assert shown.values["transfer"].max() == 5
+    assert (shown.begin_s[1:] >= shown.end_s[:-1]).all()
+    assert (shown.end_s > shown.begin_s).all()
+    assert shown.begin_s[0] == 0
+    assert shown.end_s[-1] == num / 1000
     assert set(sum(shown.values[name] for name in metrics.USAGE).tolist()) == {100}
     peak = int(shown.values["held"].argmax())
     assert shown.begin_s[peak] <= 17.777 <= shown.end_s[peak]
