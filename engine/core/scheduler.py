@@ -694,6 +694,7 @@ class Scheduler:
             (),
             not (items or preempted or self._chunks or self._rejected or self.config.num_lookahead_tokens)
             and (self.transfers is None or not tiers.is_busy(self))
+            and (self.manager.ranked is None or not cohort.num_sharing)
             and self._stays_blocked(blocked),
         )
         plan.copies = tuple(self.manager.end_step())

@@ -62,7 +62,7 @@ def programs() -> None:
 
 
 def programs_of(kind: str) -> None:
-    for case in generated(False, 300, kind):
+    for case in generated(False, 500, kind):
         play(case)
 
 
@@ -90,7 +90,7 @@ def contiguous_runs() -> None:
 
 def evictions() -> None:
     for name in ("fifo", "lfu"):
-        for case in generated(False, 120, "tiers"):
+        for case in generated(False, 300, "tiers"):
             options = replace(case.config, eviction_policy=name, free_order="blank-first")
             assert play(replace(case, config=options)) == play(
                 replace(case, config=options), test_eviction.scheduler_with(test_eviction.BruteForce)
@@ -114,7 +114,7 @@ def followers() -> None:
 
 
 def fast_forward() -> None:
-    for case in generated(True, 320):
+    for case in generated(True, 500):
         same_both_ways(case)
 
 

@@ -136,7 +136,7 @@ def contiguous(prompts, params, lengths=None, **options):
     )
     recorder = llm.engine.serve(source, check=True).recorder
     assert not source.reasons
-    return [source.finishes[row][0].output_tokens for row in range(len(prompts))], recorder
+    return [source.finishes[row][0][0].output_tokens for row in range(len(prompts))], recorder
 
 
 @pytest.mark.parametrize("placement", ["first-fit", "best-fit", "buddy"])
