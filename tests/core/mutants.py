@@ -687,7 +687,7 @@ MUTANTS: list[Mutant] = [
     ),
     _mutant(
         "the limit of a policy ignored",
-        "fast-forward",
+        "pulses",
         drive_module,
         "up_to",
         "return ends if limit >= ends[-1] else ends[: bisect_right(ends, limit) + 1]",
@@ -695,7 +695,7 @@ MUTANTS: list[Mutant] = [
     ),
     _mutant(
         "the limit of a policy off by one",
-        "fast-forward",
+        "pulses",
         drive_module,
         "up_to",
         "bisect_right(ends, limit) + 1",
@@ -893,7 +893,7 @@ MUTANTS: list[Mutant] = [
     ),
     _mutant(
         "a beam takes a step in part",
-        "forks",
+        "narrow",
         groups_module,
         "_tokens_each",
         "count = min(tokens - 1, threshold, budget)",
@@ -998,7 +998,7 @@ MUTANTS: list[Mutant] = [
         "sum(need(request, (), request.known) for request in scheduler._loading.values())",
         "0",
     ),
-    _mutant("stored before it is written", "tiers", tiers_module, "must_run", " and block not in new", ""),
+    _mutant("stored before it is written", "same block again", tiers_module, "must_run", " and block not in new", ""),
     _mutant(
         "stored without what is before it",
         "tiers",

@@ -21,7 +21,7 @@ import test_outputs_and_hits
 import test_policies
 import test_pool
 import test_tiers
-from core_kit import Case, aborts_everywhere, decodes_behind_chunks, followers_everywhere
+from core_kit import Case, Job, PulseAdmission, aborts_everywhere, decodes_behind_chunks, followers_everywhere
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import run_state_machine_as_test
 from mutants import EQUIVALENT, MUTANTS, Mutant, applied
@@ -31,7 +31,7 @@ from test_fast_forward import same_both_ways
 from test_index import run_index_machine
 from test_pool import run_pool_machine
 
-from engine.core import RequestSpec, Scheduler
+from engine.core import RequestSpec, Scheduler, SchedulerConfig
 
 NO_SHRINKING: dict[str, Any] = {
     "phases": [Phase.generate],
@@ -95,6 +95,23 @@ def evictions() -> None:
             assert play(replace(case, config=options)) == play(
                 replace(case, config=options), test_eviction.scheduler_with(test_eviction.BruteForce)
             )
+
+
+def pulses() -> None:
+    for case in generated(True, 150):
+        options = replace(case.config, policies=(PulseAdmission(),), eviction_policy="lru", batching="mixed")
+        same_both_ways(replace(case, config=replace(options, scheduling_policy="fcfs", victim_policy="last-in")))
+
+
+def narrow() -> None:
+    for case in generated(False, 500, "forks"):
+        play(replace(case, config=replace(case.config, max_num_batched_tokens=case.config.max_num_seqs)))
+
+
+def same_block_again() -> None:
+    """The second prompt is the first one's, and gets its block while that is about to be stored."""
+    options = SchedulerConfig(1, 2, 1, max_num_seqs=1, max_num_batched_tokens=1, num_host_blocks=1, host_tier=True)
+    play(Case(options, (Job(0, (0,), 1, 1), Job(0, (0,), 1, 1))))
 
 
 def chunks() -> None:
@@ -168,6 +185,9 @@ CHECKS: dict[str, Callable[[], object]] = {
     "loading victim": test_tiers.test_a_request_that_loads_is_no_victim,
     "evictions": evictions,
     "policies of eviction": test_eviction.test_frequency_outlives_a_scan_and_recency_does_not,
+    "pulses": pulses,
+    "narrow": narrow,
+    "same block again": same_block_again,
     "promises": test_tiers.test_what_a_loading_prompt_still_needs_is_promised_to_it,
     "extents": extents,
     "contiguous": contiguous,
