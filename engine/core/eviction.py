@@ -58,7 +58,7 @@ class ByCost(Eviction):
         self._clock = 0
 
     def rank(self, block: BlockFacts) -> tuple[int, ...]:
-        return (self._clock + block.num_uses * (30_000 + 16 * block.position),)
+        return (self._clock + block.num_uses * (30_000 + block.position_tokens),)
 
     def evicted(self, rank: tuple[int, ...]) -> None:
         self._clock = rank[0]

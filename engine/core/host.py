@@ -119,7 +119,8 @@ class HostBlocks:
         self.index.remove(evicted)
         if self._out and blocks:
             # Whoever these were to be copied for is gone, unless the same plan brings them back.
-            self._out = [copy for copy in self._out if copy.dst not in blocks or copy.dst in self._read]
+            lost = set(blocks) - self._read
+            self._out = [copy for copy in self._out if copy.dst not in lost]
         return blocks
 
     def digest(self) -> str:

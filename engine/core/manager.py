@@ -44,7 +44,7 @@ class BlockManager:
         self.index: PrefixIndex = RadixIndex() if prefix_index == "radix" else HashIndex()
         self.ranked: RankedOrder | None = None
         if eviction is not None and prefix_caching:
-            self.ranked = RankedOrder(num_blocks, self.index, eviction)
+            self.ranked = RankedOrder(num_blocks, block_size, self.index, eviction)
         self.pool = BlockPool(num_blocks, free_order, self.ranked)
         self.num_table_blocks = 0
         """Sum of the lengths of all block tables."""

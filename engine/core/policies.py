@@ -134,8 +134,8 @@ class BlockFacts(NamedTuple):
 
     key: BlockHash
     """What it holds."""
-    position: int
-    """Blocks before it in its prompt."""
+    position_tokens: int
+    """Tokens before it in its prompt."""
     num_uses: int
     """How many requests have had it, since it was computed."""
     first_use: int

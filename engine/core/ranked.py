@@ -21,8 +21,9 @@ class RankedOrder(FreeOrder):
     What is given up leaves the index at once, so that the one before it can follow in the same call.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex, policy: Eviction) -> None:
+    def __init__(self, num_blocks: int, block_size: int, index: PrefixIndex, policy: Eviction) -> None:
         self.policy = policy
+        self.block_size = block_size
         self._index = index
         self._blank: list[BlockId] = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
         self._heap: list[tuple[tuple[int, ...], int, BlockId]] = []
@@ -67,7 +68,7 @@ class RankedOrder(FreeOrder):
                 raise InvariantError(f"block {block} is kept, but it is not listed")
             facts = BlockFacts(
                 key,
-                self._position[block],
+                self._position[block] * self.block_size,
                 self._num_uses[block],
                 self._first_use[block],
                 self._last_use[block],

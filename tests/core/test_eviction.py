@@ -43,7 +43,7 @@ def scheduler_with(order: type[RankedOrder]) -> type[Scheduler]:
             super().__init__(options)
             ranked = self.manager.ranked
             if ranked is not None:
-                new = order(options.num_blocks, self.manager.index, ranked.policy)
+                new = order(options.num_blocks, options.block_size, self.manager.index, ranked.policy)
                 self.manager.ranked = self.manager.pool._order = new
 
     return With
@@ -192,3 +192,16 @@ def test_a_policy_and_a_single_queue_contradict_each_other() -> None:
     """A ranked order gives out blanks first, which a single queue does not."""
     with pytest.raises(ConfigError, match=r"eviction_policy is 'lfu'.*free_order 'single-queue'"):
         config(eviction_policy="lfu", free_order="single-queue")
+
+
+def test_a_rank_sees_tokens_and_not_blocks() -> None:
+    """A block's place in its prompt is given in tokens, so that a cost does not depend on the block size."""
+    seen: list[int] = []
+
+    class Spy(Eviction):
+        def rank(self, block: BlockFacts) -> tuple[int, ...]:
+            seen.append(block.position_tokens)
+            return ()
+
+    Cache(num_blocks=8, policies=(Spy(),)).ask(1, 2, 3)
+    assert sorted(seen) == [0, 2, 4]
