@@ -147,10 +147,11 @@ def contiguous_cases(draw: st.DrawFn, *, fast: bool = False) -> Case:
 
 
 @st.composite
-def free_orders(draw: st.DrawFn) -> dict[str, Any]:
-    """Which block is given out next."""
+def free_orders(draw: st.DrawFn, plain: bool = False) -> dict[str, Any]:
+    """Which block is given out next; with `plain` no block is ranked."""
     order = draw(st.sampled_from(["blank-first", "blank-first", "single-queue"]))
-    policies = ["lru", "lru", "fifo", "lfu", "2q", "cost-aware", "priority"] if order == "blank-first" else ["lru"]
+    ranked = order == "blank-first" and not plain
+    policies = ["lru", "lru", "fifo", "lfu", "2q", "cost-aware", "priority"] if ranked else ["lru"]
     return {"free_order": order, "eviction_policy": draw(st.sampled_from(policies))}
 
 
@@ -222,6 +223,7 @@ def fast_cases(draw: st.DrawFn) -> Case:
     capacity = num_blocks * size
     model_len = draw(st.sampled_from([capacity, max(4, capacity // 2), max(4, capacity // 3)]))
     lookahead = draw(st.sampled_from([*[0] * 12, 1, 3])) if capacity > 6 else 0
+    most = draw(st.sampled_from([True, True, True, False]))  # what has to be asked at each step leaves nothing to skip
     config = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=size,
@@ -233,10 +235,10 @@ def fast_cases(draw: st.DrawFn) -> Case:
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 2])),
         num_lookahead_tokens=lookahead,
         same_step=draw(st.sampled_from(["share", "share", "off", "defer"])),
-        **draw(free_orders()),
+        **draw(free_orders(plain=most)),
         steps_in_flight=draw(st.sampled_from([1, 2])),
-        **draw(policies()),
-        policies=draw(st.sampled_from([(), (), (PulseAdmission(),)])),
+        **draw(policies(plain=most)),
+        policies=draw(st.sampled_from([*[()] * 5, (PulseAdmission(),)])),
     )
     limit = min(capacity - lookahead, model_len)
     jobs: list[Job] = []
