@@ -139,6 +139,9 @@ def read_pairs(path: str, config: Config) -> tuple[list[Pair], int | None, Confi
         named = Path(str(content["trace"]))
         config = replace(config, trace=str(named if named.is_absolute() else Path(path).parent / named))
     config = _with(config, content.get("options"), path)
+    beside = Path(path).parent / config.model
+    if config.model.endswith(".json") and not Path(config.model).is_absolute() and beside.is_file():
+        config = replace(config, model=str(beside))
     repeat = content.get("repeat")
     if repeat is not None and (not isinstance(repeat, int) or repeat < 1):
         raise UsageError(f"repeat in {path} must be a whole number of 1 or more, but is {repeat!r}.")
