@@ -315,5 +315,5 @@ def load_model(model: str | Path | Mapping[str, Any]) -> ModelSpec:
         raise ModelError(f"'{path}' is not valid JSON: {error}.") from error
     if not isinstance(config, dict):
         raise ModelError(f"'{path}' does not hold a configuration; it must be a JSON object.")
-    label = path.parent.name if path.name == "config.json" else path.stem
+    label = path.resolve().parent.name if path.name == "config.json" else path.stem
     return from_config(config, name=label or None)

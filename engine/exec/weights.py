@@ -65,9 +65,8 @@ def load_model(model: str | Path | DecoderConfig, load_format: str = "auto", see
         if load_format != "dummy":
             raise OptionError(f"{path} is a configuration without weights; add --load-format dummy for random ones")
         config = DecoderConfig.from_hf(_json(path))
-        return LoadedModel(
-            path.parent.name or "configured", config, dummy_weights(config, seed), _byte_tokenizer(config)
-        )
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return LoadedModel(name, config, dummy_weights(config, seed), _byte_tokenizer(config))
     raise ModelError(f"{path} is neither a checkpoint folder nor a .gguf or config.json file")
 
 

@@ -238,3 +238,15 @@ def test_bad_words_are_one_sentence(
     assert reason in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_engine_and_simulator_call_a_configuration_the_same(tmp_path: Path) -> None:
+    """A calibration made with a config.json fits the simulation of that file, whatever it is called."""
+    from engine.exec.weights import load_model
+    from sim.models import load_model as spec_of
+
+    text = (ROOT / "experiments" / "ab_model.json").read_text(encoding="utf-8")
+    for name in ("ab_model.json", "config.json"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        assert load_model(path, "dummy").name == spec_of(path).name
