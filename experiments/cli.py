@@ -89,10 +89,44 @@ COMMANDS: dict[str, Command] = {
         arguments=(_argument("profile", help="what `kvtwin profile` wrote", metavar="PROFILE"),),
         defaults=(("out", "calibration.json"),),
     ),
+    "plan": Command(
+        "what a vLLM engine's memory goes to, how many KV blocks are left, and whether it starts",
+        "experiments.plan:execute",
+        sections=("budget",),
+        options=(
+            *("model", "hardware", "dtype", "tensor_parallel_size", "pipeline_parallel_size", "block_size"),
+            *("num_gpu_blocks_override", "gpu_memory_utilization", "kv_cache_dtype", "swap_space"),
+            *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+        ),
+        arguments=(
+            _argument(
+                "line",
+                help='a command line to read: "vllm serve MODEL ...", quoted or behind --',
+                nargs="*",
+                metavar="SERVE",
+            ),
+            _argument("--enforce-eager", help="no CUDA graphs", action="store_true", default=None),
+            _argument(
+                "--enable-chunked-prefill",
+                help="cut long prompts (default: as the release does; --no-enable-chunked-prefill: never)",
+                action=argparse.BooleanOptionalAction,
+                default=None,
+            ),
+            _argument("--lengths", help="tokens of requests whose number to give, comma-separated", metavar="N,N"),
+        ),
+        defaults=(
+            *(
+                (name, None)
+                for name in ("gpu_memory_utilization", "swap_space", "max_num_seqs", "max_num_batched_tokens")
+            ),
+            ("model", ""),
+        ),
+        details="Options that are not given have the defaults of --vllm-version on that hardware.",
+    ),
     "simulate": Command(
         "serve a trace in the simulator",
         "experiments.simulate:execute",
-        sections=(*_ENGINE, "workload", "time", "slo"),
+        sections=(*_ENGINE, "budget", "workload", "time", "slo"),
         options=("record_blocks", "record_blocks_limit", "out", *_SEQUENCES),
         required=("trace", "out"),
     ),

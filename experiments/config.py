@@ -24,6 +24,7 @@ __all__ = ["SECTIONS", "Config", "Option", "nearest", "options", "parse_value", 
 SECTIONS = {
     "model": "model and machine",
     "memory": "KV cache",
+    "budget": "memory of the device",
     "scheduler": "scheduler",
     "workload": "workload",
     "time": "step time (simulation)",
@@ -106,7 +107,9 @@ class Config:
     gpu_memory_utilization: float = _option(
         0.9, "memory", "share of the device's memory for weights, activations and KV cache", above=0, high=1
     )
-    kv_cache_dtype: str = _option("auto", "memory", "type of keys and values; auto: that of the model", choices=DTYPES)
+    kv_cache_dtype: str = _option(
+        "auto", "memory", "type of keys and values; auto: that of the model", choices=(*DTYPES, "fp8")
+    )
     enable_prefix_caching: bool = _option(True, "memory", "reuse the KV blocks of equal prefixes")
     allocator: str = _option(
         "paged",
@@ -131,6 +134,14 @@ class Config:
         unit="GiB",
         low=0,
         high=1e6,
+    )
+
+    # -- memory of the device
+    vllm_version: str = _option(
+        "0.19.1", "budget", "release of vLLM whose defaults and memory rules hold", metavar="VERSION"
+    )
+    quantization: str | None = _option(
+        None, "budget", "weights of attention and MLPs: fp8, int8, int4, awq or gptq; default: as published"
     )
 
     # -- scheduler

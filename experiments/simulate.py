@@ -229,6 +229,8 @@ def kv_blocks(config: Config, spec: ModelSpec) -> tuple[int, str]:
         None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         config.max_num_batched_tokens,
         config.max_num_seqs,
+        config.vllm_version,
+        config.quantization,
     )
     return usable_blocks(budget.num_blocks, config.preset), budget.text()
 

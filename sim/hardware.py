@@ -39,6 +39,10 @@ class Device:
     pcie_generation: int = 0
     nvlink_bandwidth: float = 0.0
     """Bytes per second in one direction, all links together; 0 where there is none."""
+    multiprocessors: int = 100
+    """Streaming multiprocessors; some kernels have a buffer for each."""
+    hopper: bool = False
+    """Whether torch gives cuBLAS the larger workspace of the H100 and its successors."""
     source: str = ""
     """Where the numbers are from."""
 
@@ -66,6 +70,8 @@ def _gpu(
     *,
     nvlink: float = 0.0,
     lanes: int = 16,
+    sms: int,
+    hopper: bool = False,
 ) -> Device:
     """`memory` in bytes, or in GiB where it is a float; `nvlink` in GB/s, both directions, as vendors quote it."""
     return Device(
@@ -76,16 +82,30 @@ def _gpu(
         pcie_bandwidth=_PCIE_X16[pcie] * lanes / 16,
         pcie_generation=pcie,
         nvlink_bandwidth=nvlink * 1e9 / 2,
+        multiprocessors=sms,
+        hopper=hopper,
         source=source,
     )
 
 
 _TORCH = "memory: total capacity as PyTorch prints it"
 _DEVICES = [
-    _gpu("a100-40g", 312, 1555, 39.39, 4, f"NVIDIA A100 datasheet (SXM4 40GB); {_TORCH}", nvlink=600),
-    _gpu("a100-80g", 312, 2039, 79.35, 4, f"NVIDIA A100 datasheet (SXM4 80GB); {_TORCH}", nvlink=600),
-    _gpu("h100", 989.4, 3350, 79.11, 5, f"NVIDIA H100 datasheet (SXM5 80GB); {_TORCH}", nvlink=900),
-    _gpu("h200", 989.4, 4800, 139.81, 5, f"NVIDIA H200 datasheet (SXM5 141GB); {_TORCH}", nvlink=900),
+    _gpu("a100-40g", 312, 1555, 39.39, 4, f"NVIDIA A100 datasheet (SXM4 40GB); {_TORCH}", nvlink=600, sms=108),
+    _gpu("a100-80g", 312, 2039, 79.35, 4, f"NVIDIA A100 datasheet (SXM4 80GB); {_TORCH}", nvlink=600, sms=108),
+    _gpu(
+        "h100", 989.4, 3350, 79.11, 5, f"NVIDIA H100 datasheet (SXM5 80GB); {_TORCH}", nvlink=900, sms=132, hopper=True
+    ),
+    _gpu(
+        "h200",
+        989.4,
+        4800,
+        139.81,
+        5,
+        f"NVIDIA H200 datasheet (SXM5 141GB); {_TORCH}",
+        nvlink=900,
+        sms=132,
+        hopper=True,
+    ),
     # 8 TB/s in the datasheet; the driver reports a bus of 7,680 bits at 3,996 MHz, which is 7.67 TB/s.
     _gpu(
         "b200",
@@ -96,6 +116,8 @@ _DEVICES = [
         "NVIDIA DGX B200 datasheet (compute, NVLink); bandwidth from the driver's bus width and clock; "
         "memory from the driver's device properties",
         nvlink=1800,
+        sms=148,
+        hopper=True,
     ),
     _gpu(
         "rtx4090",
@@ -104,18 +126,38 @@ _DEVICES = [
         25_250_627_584,
         4,
         "NVIDIA Ada whitepaper, appendix A; memory: device properties of a card",
+        sms=128,
     ),
-    _gpu("rtx4060", 30.2, 272, 7.996, 4, f"NVIDIA Ada product page, scaled as the whitepaper; {_TORCH}", lanes=8),
-    _gpu("rtx3090", 71.0, 936.2, 23.58, 4, f"NVIDIA GA102 whitepaper; {_TORCH}", nvlink=112.5),
     _gpu(
-        "rtxpro6000", 503.8, 1792, 94.97, 5, f"NVIDIA RTX PRO 6000 Blackwell Workstation datasheet (FP4 / 8); {_TORCH}"
+        "rtx4060", 30.2, 272, 7.996, 4, f"NVIDIA Ada product page, scaled as the whitepaper; {_TORCH}", lanes=8, sms=24
     ),
-    _gpu("a10g", 70.0, 600, 22.49, 4, f"NVIDIA A10G datasheet (AWS G5); {_TORCH}"),
-    _gpu("l4", 121.0, 300, 22.04, 4, f"NVIDIA L4 datasheet (half of the sparse rate); {_TORCH}"),
-    _gpu("l40s", 362.05, 864, 44.39, 4, f"NVIDIA L40S datasheet; {_TORCH}"),
-    _gpu("v100-16g", 125.0, 900, 15.77, 3, f"NVIDIA V100 datasheet (SXM2, float16); {_TORCH}", nvlink=300),
-    _gpu("v100-32g", 125.0, 900, 31.73, 3, f"NVIDIA V100 datasheet (SXM2, float16); {_TORCH}", nvlink=300),
-    _gpu("t4", 65.0, 320, 14.56, 3, f"NVIDIA T4 datasheet (float16); {_TORCH}"),
+    _gpu("rtx3090", 71.0, 936.2, 23.58, 4, f"NVIDIA GA102 whitepaper; {_TORCH}", nvlink=112.5, sms=82),
+    _gpu("rtx5090", 209.5, 1792, 31.37, 5, f"NVIDIA Blackwell whitepaper; {_TORCH}", sms=170),
+    _gpu(
+        "rtxpro6000",
+        503.8,
+        1792,
+        94.97,
+        5,
+        f"NVIDIA RTX PRO 6000 Blackwell Workstation datasheet (FP4 / 8); {_TORCH}",
+        sms=188,
+    ),
+    _gpu(
+        "a6000",
+        154.8,
+        768,
+        47.54,
+        4,
+        f"NVIDIA RTX A6000 datasheet (half of the sparse rate); {_TORCH}",
+        sms=84,
+        nvlink=112.5,
+    ),
+    _gpu("a10g", 70.0, 600, 22.49, 4, f"NVIDIA A10G datasheet (AWS G5); {_TORCH}", sms=80),
+    _gpu("l4", 121.0, 300, 22.04, 4, f"NVIDIA L4 datasheet (half of the sparse rate); {_TORCH}", sms=58),
+    _gpu("l40s", 362.05, 864, 44.39, 4, f"NVIDIA L40S datasheet; {_TORCH}", sms=142),
+    _gpu("v100-16g", 125.0, 900, 15.77, 3, f"NVIDIA V100 datasheet (SXM2, float16); {_TORCH}", nvlink=300, sms=80),
+    _gpu("v100-32g", 125.0, 900, 31.73, 3, f"NVIDIA V100 datasheet (SXM2, float16); {_TORCH}", nvlink=300, sms=80),
+    _gpu("t4", 65.0, 320, 14.56, 3, f"NVIDIA T4 datasheet (float16); {_TORCH}", sms=40),
 ]
 
 CATALOGUE: dict[str, Device] = {entry.name: entry for entry in _DEVICES}
@@ -130,9 +172,12 @@ _ALIASES = {
     "rtx-4090": "rtx4090",
     "rtx-3090": "rtx3090",
     "rtx-4060": "rtx4060",
+    "rtx-5090": "rtx5090",
+    "rtx-a6000": "a6000",
     "rtx-pro-6000": "rtxpro6000",
     "4090": "rtx4090",
     "3090": "rtx3090",
+    "4060": "rtx4060",
 }
 
 
@@ -180,6 +225,8 @@ def from_description(description: Mapping[str, Any], name: str = "custom") -> De
                 "pcie_bandwidth",
                 "pcie_generation",
                 "nvlink_bandwidth",
+                "multiprocessors",
+                "hopper",
             )
         } | values
     for key, value in description.items():
