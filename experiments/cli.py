@@ -227,7 +227,7 @@ COMMANDS: dict[str, Command] = {
     "trace stats": Command(
         "lengths, rate, burstiness and prefix reuse of a trace",
         "experiments.tracecmd:stats",
-        options=("num_requests", "dequantize", "seed", "block_size", "out"),
+        options=("format", "trace_option", "num_requests", "dequantize", "seed", "block_size", "out"),
         arguments=(
             _argument("file", help="a trace or a generator's YAML", metavar="FILE"),
             _argument("--lru-tokens", help="cache sizes for LRU hit shares, comma-separated", metavar="N,N"),
@@ -241,10 +241,17 @@ COMMANDS: dict[str, Command] = {
         required=("out",),
     ),
     "trace convert": Command(
-        "read a trace in any known format and write it in ours",
+        "read a trace in any known format and write it in ours, or in another tool's",
         "experiments.tracecmd:convert",
-        options=("num_requests", "dequantize", "seed", "out"),
-        arguments=(_argument("file", help="a trace", metavar="FILE"),),
+        options=("format", "trace_option", "num_requests", "dequantize", "seed", "out"),
+        arguments=(
+            _argument("file", help="a trace", metavar="FILE"),
+            _argument(
+                "--to",
+                help="the format to write (kvtwin trace --help); default: ours, as --out ends (.parquet, .jsonl)",
+                metavar="NAME",
+            ),
+        ),
         required=("out",),
     ),
 }
@@ -321,7 +328,29 @@ def _overview(group: str = "") -> str:
     width = max(len(key) for key, _ in rows) + 2
     lines = [f"usage: kvtwin {group + ' ' if group else ''}COMMAND ... (kvtwin COMMAND --help says more)", ""]
     lines += [f"  {key.ljust(width)}{text}" for key, text in rows]
+    if group == "trace":
+        lines += _formats()
     return "\n".join(lines)
+
+
+def _formats() -> list[str]:
+    """What trace files can be read and written."""
+    from traces import FORMATS, WRITERS
+
+    width = max(len(name) for name in (*FORMATS, *WRITERS)) + 2
+    lines = ["", "read (the format is told from the content; --format NAME overrides; .gz and .xz are unpacked):"]
+    for entry in FORMATS.values():
+        lines.append(f"  {entry.name.ljust(width)}{entry.about}")
+        if entry.options:
+            told = ", ".join(f"{key} ({_shown(value)})" for key, value in entry.options.items())
+            lines.append(f"  {'':{width}}--trace-option: {told}")
+    lines += ["", "written (trace convert --to NAME), besides kvtwin-parquet and kvtwin-jsonl:"]
+    lines += [f"  {entry.name.ljust(width)}{entry.about}" for entry in WRITERS.values()]
+    return lines
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _parser(name: str, command: Command) -> _Parser:

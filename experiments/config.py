@@ -235,6 +235,12 @@ class Config:
 
     # -- workload
     trace: str | None = _option(None, "workload", "a trace file (also .gz, .xz) or a generator's YAML", metavar="FILE")
+    format: str | None = _option(
+        None, "workload", "the trace's format, where it is not to be told from the content (kvtwin trace --help)"
+    )
+    trace_option: tuple[str, ...] = _option(
+        (), "workload", "an option of the trace's format; may be given several times", metavar="KEY=VALUE"
+    )
     num_requests: int | None = _option(None, "workload", "only the first so many of the trace", low=1, high=1 << 40)
     time_scale: float = _option(
         1.0, "workload", "stretches (above 1) or shrinks the trace's arrival times and pauses", above=0, high=1e6

@@ -75,15 +75,18 @@ def generate(config: Config, args: argparse.Namespace, terminal: Terminal) -> di
 
 
 def convert(config: Config, args: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
-    """Writes a trace in our own format."""
-    return _save(load_trace(config, args.file), config, terminal)
+    """Writes a trace in our own format, or in the one that --to names."""
+    return _save(load_trace(config, args.file), config, terminal, args.to)
 
 
-def _save(trace: Trace, config: Config, terminal: Terminal) -> dict[str, Any]:
+def _save(trace: Trace, config: Config, terminal: Terminal, format: str | None = None) -> dict[str, Any]:
     import traces
 
     assert config.out is not None  # required by the command line
     Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-    traces.save(trace, config.out)
+    traces.save(trace, config.out, format)
     terminal.print(f"{len(trace):,} requests written to {config.out}.")
-    return {"num_requests": len(trace), "digest": trace.digest(), "out": config.out}
+    lost = traces.lost(trace, format) if format is not None else []
+    if lost:
+        terminal.note(f"The format {format} has no place for: {', '.join(lost)}.")
+    return {"num_requests": len(trace), "digest": trace.digest(), "out": config.out, "lost": lost}

@@ -17,10 +17,12 @@ __all__ = ["load_trace"]
 def load_trace(config: Config, path: str | None = None) -> Trace:
     """The trace that the options name: read or generated, cut to --num-requests.
 
-    The seed changes a generator only where it is not 0, so that the description's own seed counts otherwise.
+    The seed goes to a generator, and to a format that draws at random, only where it is not 0, so that the
+    description's own seed counts otherwise.
 
     Raises:
         TraceError: it cannot be read.
+        UsageError: an option is no KEY=VALUE.
     """
     import traces
 
@@ -28,15 +30,31 @@ def load_trace(config: Config, path: str | None = None) -> Trace:
     assert name is not None  # required by every command that comes here
     if not Path(name).is_file():
         raise FileNotFoundError(2, "No such file or directory", name)
-    options: dict[str, Any] = {}
+    options = dict(_key_value(text) for text in config.trace_option)
     if config.dequantize:
-        options = {"dequantize": True, "seed": config.seed}
-    elif config.seed and Path(name).suffix in (".yaml", ".yml"):
-        options = {"seed": config.seed}
+        options = {"dequantize": True, "seed": config.seed, **options}
+    elif config.seed and "seed" in traces.options_of(name, config.format):
+        options = {"seed": config.seed, **options}
     try:
-        trace = traces.load(name, **options)
+        trace = traces.load(name, format=config.format, **options)
+    except traces.TraceError:
+        raise
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise UsageError(f"{name} cannot be read as a trace: {error}.") from error
     if config.num_requests is not None and config.num_requests < len(trace):
         trace = trace.head(config.num_requests)
     return trace
+
+
+def _key_value(text: str) -> tuple[str, Any]:
+    """`key=value` as a name and a number, true, false, null or text."""
+    import yaml
+
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise UsageError(f"--trace-option takes KEY=VALUE, but got {text!r}.")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        parsed = value
+    return key, parsed

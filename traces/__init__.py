@@ -9,22 +9,26 @@ from __future__ import annotations
 
 from traces.errors import TraceError
 from traces.generate import generate
-from traces.readers import FORMATS, load, save
+from traces.readers import FORMATS, load, options_of
 from traces.schema import NO_ID, NO_ROW, Trace, make_trace
 from traces.source import TraceSource
 from traces.stats import plot_stats, stats
 from traces.tokens import output_token_ids, token_ids
+from traces.writers import WRITERS, lost, save
 
 __all__ = [
     "FORMATS",
     "NO_ID",
     "NO_ROW",
+    "WRITERS",
     "Trace",
     "TraceError",
     "TraceSource",
     "generate",
     "load",
+    "lost",
     "make_trace",
+    "options_of",
     "output_token_ids",
     "plot_stats",
     "save",

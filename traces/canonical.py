@@ -24,7 +24,7 @@ _REQUIRED = ("arrival_ns", "prompt_tokens", "output_tokens")
 
 
 def is_parquet(file: TraceFile) -> bool:
-    return file.data.startswith(b"PAR1")
+    return file.beginning.startswith(b"PAR1")
 
 
 def is_jsonl(file: TraceFile) -> bool:

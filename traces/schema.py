@@ -89,6 +89,8 @@ class Trace:
     """Closed loop: arrivals are ignored and this many requests are outstanding at any time."""
     span_block: int | None = None
     """Where spans are blocks of a fixed size (Mooncake: 512): that size. A shorter span is a prompt's partial tail."""
+    dropped: int = 0
+    """Rows of the file that were left out because nothing was served (failures); no part of the digest."""
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -176,6 +178,7 @@ def make_trace(
     name: str = "trace",
     concurrency: int | None = None,
     span_block: int | None = None,
+    dropped: int = 0,
     **columns: npt.ArrayLike,
 ) -> Trace:
     """A trace from columns in any order of arrival: sorts (stable), shifts the first arrival to 0, fills in defaults.
@@ -216,6 +219,7 @@ def make_trace(
         name=name,
         concurrency=concurrency,
         span_block=span_block,
+        dropped=dropped,
     )
 
 

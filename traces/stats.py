@@ -36,6 +36,7 @@ def stats(trace: Trace, lru_tokens: Sequence[int] = ()) -> dict[str, Any]:
     result: dict[str, Any] = {
         "name": trace.name,
         "n": len(trace),
+        "dropped": trace.dropped,
         "digest": trace.digest(),
         "concurrency": trace.concurrency,
         **_arrival_stats(trace.arrival_ns),
@@ -48,6 +49,7 @@ def stats(trace: Trace, lru_tokens: Sequence[int] = ()) -> dict[str, Any]:
     }
     every, full = _ids_of(trace, full=False), _ids_of(trace, full=True)
     result["prefix"] = _reuse(trace, every)
+    result["prefix_full_ids"] = _reuse(trace, full)
     result["prefix_reuse_share"] = {"all_ids": _share(every), "full_ids": _share(full)}
     result["lru_hit_share"] = {
         str(size): {"all_ids": _lru_share(every, size), "full_ids": _lru_share(full, size)} for size in lru_tokens
@@ -84,10 +86,13 @@ def _lengths(tokens: np.ndarray) -> dict[str, Any]:
 
 
 class _Ids:
-    """The ids of each row, as one array with offsets; `weights` is what an id takes up in a cache, in tokens."""
+    """The ids of each row, as one array with offsets, and the tokens of each id's span; `weights` is what an id takes
+    up in a cache, in tokens."""
 
-    def __init__(self, offsets: np.ndarray, ids: np.ndarray, weights: np.ndarray, trace: Trace) -> None:
-        self.offsets, self.ids, self.weights = offsets, ids, weights
+    def __init__(
+        self, offsets: np.ndarray, ids: np.ndarray, tokens: np.ndarray, weights: np.ndarray, trace: Trace
+    ) -> None:
+        self.offsets, self.ids, self.tokens, self.weights = offsets, ids, tokens, weights
         self.outputs, self.output_weights = trace.output_ids, trace.output_tokens.tolist()
         """int64[n]: the id of what a row generated, which is cached after it; -1 for none."""
         self.owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
@@ -108,12 +113,12 @@ def _ids_of(trace: Trace, full: bool) -> _Ids:
     """All ids, or only those of whole blocks: where spans have one size, the shorter ones are left out."""
     offsets, ids, tokens = trace.span_offsets, trace.span_ids, trace.span_tokens.astype(np.int64)
     if trace.span_block is None:
-        return _Ids(offsets, ids, tokens, trace)
+        return _Ids(offsets, ids, tokens, tokens, trace)
     if full:
         keep = tokens == trace.span_block
         before = np.concatenate([[0], np.cumsum(keep)])
-        offsets, ids = before[offsets], ids[keep]
-    return _Ids(offsets, ids, np.full(len(ids), trace.span_block), trace)
+        offsets, ids, tokens = before[offsets], ids[keep], tokens[keep]
+    return _Ids(offsets, ids, tokens, np.full(len(ids), trace.span_block), trace)
 
 
 def _share(ids: _Ids) -> float | None:
@@ -125,7 +130,7 @@ def _reuse(trace: Trace, ids: _Ids) -> dict[str, Any] | None:
     if not len(ids.ids):
         return None
     hit = np.arange(len(ids.ids)) - ids.offsets[:-1][ids.owner] < ids.hits[ids.owner]
-    hit_tokens = leading_sum(ids.offsets, hit, trace.span_tokens)
+    hit_tokens = leading_sum(ids.offsets, hit, ids.tokens)
     counts = np.diff(ids.offsets)
     return {
         "block_tokens": trace.span_block,
