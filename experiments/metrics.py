@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.core.records import Lists
+
 __all__ = [
     "PERCENTILES",
     "USAGE",
@@ -162,7 +164,11 @@ def _step_ends(steps: Columns) -> np.ndarray:
     runs = np.flatnonzero(lengths > 1)
     if len(runs):
         inside = np.repeat(lengths > 1, lengths)
-        ends[inside] = np.concatenate([np.asarray(steps["step_ends_ns"][index], dtype=np.int64) for index in runs])
+        column = steps["step_ends_ns"]
+        if isinstance(column, Lists):
+            ends[inside] = column.values
+        else:
+            ends[inside] = np.concatenate([np.asarray(column[index], dtype=np.int64) for index in runs])
     return ends
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.core.cost import LinearCost
+from engine.core.records import Lists
 from experiments.config import options
 from experiments.errors import ResultsError, UsageError
 from experiments.metrics import Tables
@@ -146,6 +147,9 @@ def _text_array(texts: Sequence[str]) -> pa.Array:
 def _list_array(column: Any, kind: type[np.integer[Any]]) -> pa.Array:
     import pyarrow as pa
 
+    if isinstance(column, Lists):
+        offsets, values = column.offsets.astype(np.int32), column.values.astype(kind)
+        return pa.ListArray.from_arrays(_number_array(offsets), _number_array(values))
     lengths = np.fromiter(map(len, column), dtype=np.int64, count=len(column))
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     flat = np.fromiter(chain.from_iterable(column), dtype=kind, count=int(offsets[-1]))

@@ -6,7 +6,6 @@ its content could serve a prefix hit, until the block is given to somebody else.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.errors import InvariantError, NoFreeBlocks
@@ -26,7 +25,7 @@ class FreeOrder:
         """Blocks without content became free, in this order."""
         raise NotImplementedError
 
-    def pop(self, num: int, kept: bytearray) -> tuple[list[BlockId], list[BlockId]]:
+    def pop(self, num: int, kept: list[bool]) -> tuple[list[BlockId], list[BlockId]]:
         """Give out `num` blocks (the caller knows that there are as many), and say which of them are kept.
 
         `kept[block]` tells which blocks are.
@@ -50,7 +49,9 @@ class LazyQueue:
     """
 
     def __init__(self, blocks: Iterable[BlockId], num_blocks: int) -> None:
-        self._queue: deque[BlockId] = deque(blocks)
+        self._queue: list[BlockId] = list(blocks)
+        self._head = 0
+        """Entries before this one are gone."""
         self._skip: list[int] = [0] * num_blocks
         self._num_skip = 0
 
@@ -58,26 +59,37 @@ class LazyQueue:
         self._queue.extend(blocks)
 
     def pop(self, num: int) -> list[BlockId]:
-        popleft = self._queue.popleft
+        queue = self._queue
+        head = self._head
         if not self._num_skip:
-            return [popleft() for _ in range(num)]
-        skip = self._skip
-        given: list[BlockId] = []
-        while len(given) < num:
-            block = popleft()
-            if skip[block]:
-                skip[block] -= 1
-                self._num_skip -= 1
-            else:
-                given.append(block)
+            given = queue[head : head + num]
+            head += num
+        else:
+            skip = self._skip
+            given = []
+            left = num
+            while left:
+                block = queue[head]
+                head += 1
+                if skip[block]:
+                    skip[block] -= 1
+                    self._num_skip -= 1
+                else:
+                    given.append(block)
+                    left -= 1
+        if head > 1024 and 2 * head > len(queue):
+            del queue[:head]
+            head = 0
+        self._head = head
         return given
 
     def remove(self, block: BlockId) -> None:
         self._skip[block] += 1
         self._num_skip += 1
-        if 2 * self._num_skip > len(self._queue) + 64:
-            live = self._queue
-            self._queue = deque()
+        if 2 * self._num_skip > len(self._queue) - self._head + 64:
+            live = self._queue[self._head :]
+            self._queue = []
+            self._head = 0
             for entry in live:
                 if self._skip[entry]:
                     self._skip[entry] -= 1
@@ -87,7 +99,7 @@ class LazyQueue:
 
     def __iter__(self) -> Iterator[BlockId]:
         skip = list(self._skip)
-        for block in self._queue:
+        for block in self._queue[self._head :]:
             if skip[block]:
                 skip[block] -= 1
             else:
@@ -106,7 +118,7 @@ class SingleQueue(FreeOrder):
     def put_blank(self, blocks: Sequence[BlockId]) -> None:
         self._queue.put(blocks)
 
-    def pop(self, num: int, kept: bytearray) -> tuple[list[BlockId], list[BlockId]]:
+    def pop(self, num: int, kept: list[bool]) -> tuple[list[BlockId], list[BlockId]]:
         blocks = self._queue.pop(num)
         return blocks, [block for block in blocks if kept[block]]
 
@@ -133,7 +145,7 @@ class BlankFirst(FreeOrder):
     def put_blank(self, blocks: Sequence[BlockId]) -> None:
         self._blank.extend(reversed(blocks))
 
-    def pop(self, num: int, kept: bytearray) -> tuple[list[BlockId], list[BlockId]]:
+    def pop(self, num: int, kept: list[bool]) -> tuple[list[BlockId], list[BlockId]]:
         blank = self._blank
         if not blank:
             given = self._kept.pop(num)
@@ -176,7 +188,7 @@ class BlockPool:
         self.num_kept_free = 0
         """How many of the free blocks are kept."""
         self._refs: list[int] = [0] * num_blocks
-        self._kept = bytearray(num_blocks)
+        self._kept: list[bool] = [False] * num_blocks
         self._order: FreeOrder = FREE_ORDERS[free_order](num_blocks) if order is None else order
 
     def take(self, num: int) -> tuple[list[BlockId], list[BlockId]]:
@@ -195,7 +207,7 @@ class BlockPool:
         for block in blocks:
             refs[block] = 1
         for block in evicted:
-            kept[block] = 0
+            kept[block] = False
         return blocks, evicted
 
     def share(self, blocks: Sequence[BlockId]) -> None:
@@ -223,34 +235,25 @@ class BlockPool:
         refs = self._refs
         kept = self._kept
         for block in keep:
-            kept[block] = 1
-        counts = [refs[block] for block in blocks]
-        if counts.count(1) == len(blocks) and len(set(blocks)) == len(blocks):
-            freed = blocks
-            for block in blocks:
-                refs[block] = 0
-        else:
-            freed = self._drop_shared(blocks)
-        kept_free = [block for block in freed if kept[block]]
-        self.num_free += len(freed)
-        self.num_kept_free += len(kept_free)
-        if len(kept_free) < len(freed):
-            self._order.put_blank([block for block in freed if not kept[block]])
-        if kept_free:
-            self._order.put(kept_free)
-
-    def _drop_shared(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Count down one by one; returns those that became free."""
-        refs = self._refs
-        freed = []
+            kept[block] = True
+        blank: list[BlockId] = []
+        kept_free: list[BlockId] = []
         for block in blocks:
-            count = refs[block]
-            if count <= 0:
+            count = refs[block] - 1
+            if count < 0:
                 raise InvariantError(f"a reference to block {block} is dropped, but nobody holds one")
-            refs[block] = count - 1
-            if count == 1:
-                freed.append(block)
-        return freed
+            refs[block] = count
+            if count == 0:
+                if kept[block]:
+                    kept_free.append(block)
+                else:
+                    blank.append(block)
+        self.num_free += len(blank) + len(kept_free)
+        if blank:
+            self._order.put_blank(blank)
+        if kept_free:
+            self.num_kept_free += len(kept_free)
+            self._order.put(kept_free)
 
     def keep(self, blocks: Sequence[BlockId]) -> None:
         """The content of these blocks, which are in use, is worth keeping when they become free."""
@@ -259,13 +262,13 @@ class BlockPool:
         for block in blocks:
             if refs[block] == 0:
                 raise InvariantError(f"block {block} is free and cannot be marked as kept")
-            kept[block] = 1
+            kept[block] = True
 
     def refs(self, block: BlockId) -> int:
         return self._refs[block]
 
     def is_kept(self, block: BlockId) -> bool:
-        return bool(self._kept[block])
+        return self._kept[block]
 
     def all_refs(self) -> list[int]:
         """References to each block, as a copy (for records; O(pool))."""

@@ -94,7 +94,7 @@ class RankedOrder(FreeOrder):
     def put_blank(self, blocks: Sequence[BlockId]) -> None:
         self._blank.extend(reversed(blocks))
 
-    def pop(self, num: int, kept: bytearray) -> tuple[list[BlockId], list[BlockId]]:
+    def pop(self, num: int, kept: list[bool]) -> tuple[list[BlockId], list[BlockId]]:
         blank = self._blank
         given: list[BlockId] = []
         while len(given) < num and blank:

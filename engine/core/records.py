@@ -7,7 +7,8 @@ Times are integer ns, memory is in slots.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from engine.core.blockmap import BlockRecorder
 from engine.core.scheduler import Scheduler
 from engine.core.types import Finish, PlanItem, RequestSpec, StepEvents, StepOutcome, StepPlan, Usage
 
-__all__ = ["REQUEST_COLUMNS", "STEP_COLUMNS", "DecisionLog", "Recorder"]
+__all__ = ["REQUEST_COLUMNS", "STEP_COLUMNS", "DecisionLog", "Lists", "Recorder"]
 
 REQUEST_COLUMNS = (
     "request",
@@ -70,35 +71,102 @@ _OUTCOMES = {"": 0, "length": 1, "stop": 2, "abort": 3, "rejected": 4, "no-memor
 _OUTCOME_NAMES = np.array(["unfinished", "length", "stop", "aborted", "rejected", "no-memory"])
 
 
+# Rows lie one after another in one flat array: a row is packed and appended at once, which costs a tenth of appending
+# its numbers one by one.
+_NUM_REQUEST = len(REQUEST_COLUMNS) - 2
+_NUM_STEP = len(STEP_COLUMNS)
+_PACK_REQUEST = Struct(f"{_NUM_REQUEST}q").pack
+_PACK_STEP = Struct(f"{_NUM_STEP}q").pack
+_ADMITTED = REQUEST_COLUMNS.index("admitted_ns")
+_FIRST = REQUEST_COLUMNS.index("first_token_ns")
+_FINISH = REQUEST_COLUMNS.index("finish_ns")
+_OUTPUT = REQUEST_COLUMNS.index("output_tokens")
+_CACHED = REQUEST_COLUMNS.index("cached_tokens")
+_PREEMPTIONS = REQUEST_COLUMNS.index("num_preemptions")
+
+
+class Lists:
+    """A column of lists of integers: `column[i]` is the list of row i, as an int64 array."""
+
+    def __init__(self, lengths: np.ndarray[Any, np.dtype[np.int64]], values: np.ndarray[Any, np.dtype[np.int64]]):
+        """`values`: all lists one after another, of these lengths."""
+        self.offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+        """Where each list begins in `values`, and where the last ends."""
+        np.cumsum(lengths, out=self.offsets[1:])
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
+        for row in range(len(self)):
+            yield self[row]
+
+
+class _ListColumn:
+    """Lists of the few rows that have one, while they are collected."""
+
+    def __init__(self) -> None:
+        self._rows = array("q")
+        self._lengths = array("q")
+        self._values = array("q")
+
+    def put(self, row: int, values: Sequence[int]) -> None:
+        self._rows.append(row)
+        self._lengths.append(len(values))
+        self._values.extend(values)
+
+    def column(self, num_rows: int, most: np.ndarray[Any, np.dtype[np.int64]] | None = None) -> Lists:
+        """The column of a table of `num_rows` rows; `most`: the longest list that each row may have."""
+        rows = np.array(self._rows, dtype=np.int64)
+        given = np.array(self._lengths, dtype=np.int64)
+        values = np.array(self._values, dtype=np.int64)
+        kept = np.where(rows < num_rows, given, 0)
+        if most is not None and len(rows):
+            kept = np.minimum(kept, most[np.minimum(rows, num_rows - 1)]) if num_rows else kept
+        if (kept < given).any():
+            within = np.arange(len(values)) - np.repeat(np.cumsum(given) - given, given)
+            values = values[within < np.repeat(kept, given)]
+        lengths = np.zeros(num_rows, dtype=np.int64)
+        inside = rows < num_rows
+        lengths[rows[inside]] = kept[inside]
+        return Lists(lengths, values)
+
+
 class Recorder:
-    """Collects the two tables in memory, in flat arrays: about 100 bytes a request and 200 a step or run."""
+    """Collects the two tables in memory, in flat arrays: about 120 bytes a request and 200 a step or run."""
 
     def __init__(self, scheduler: Scheduler, blocks: BlockRecorder | None = None) -> None:
         self.blocks = blocks
         """Where every block was, if somebody wants to know."""
         self._scheduler = scheduler
         self._block_size = scheduler.config.block_size
-        self._ids = array("q")
-        self._columns = {name: array("q") for name in REQUEST_COLUMNS if name not in ("outcome", "reason")}
+        self._rows = array("q")
+        """A row a request: REQUEST_COLUMNS but for the last two."""
         self._outcome = array("b")
         self._reasons: dict[int, str] = {}
         self._place: dict[int, int] = {}
-        """Where in the columns a live request is."""
+        """Where in `_rows` the row of a live request begins."""
         self._steps = array("q")
+        self._num_steps = 0
+        """Rows in `_steps`."""
         self._ends = array("q")
         """End of each plan, by its number."""
         self._finished = array("q")
         """(plan, how many finished) where any did."""
-        self._run_takes: dict[int, list[int]] = {}
-        self._run_cached: dict[int, list[int]] = {}
-        self._run_reserved: dict[int, tuple[list[int], list[int]]] = {}
+        self._run_takes = _ListColumn()
+        self._run_cached = _ListColumn()
+        self._run_reserved = (_ListColumn(), _ListColumn())
         self._gaps = array("q")
         self._lost = 0
 
     # ---- requests ----
 
     def added(self, id: int, row: int, spec: RequestSpec, now: int) -> None:
-        self._place[id] = len(self._outcome)
+        self._place[id] = len(self._rows)
         self._new_row(id, row, spec, now, 0)
 
     def rejected(self, row: int, spec: RequestSpec, now: int, reason: str) -> None:
@@ -106,42 +174,45 @@ class Recorder:
         self._new_row(-1, row, spec, now, _OUTCOMES["rejected"])
 
     def _new_row(self, id: int, row: int, spec: RequestSpec, now: int, outcome: int) -> None:
-        values = (
-            id,
-            row,
-            spec.arrival,
-            now,
-            -1,
-            -1,
-            -1,
-            spec.num_prompt_tokens,
-            0,
-            spec.max_tokens,
-            0,
-            0,
-            spec.priority,
-            spec.tenant,
+        self._rows.frombytes(
+            _PACK_REQUEST(
+                id,
+                row,
+                spec.arrival,
+                now,
+                -1,
+                -1,
+                -1,
+                spec.num_prompt_tokens,
+                0,
+                spec.max_tokens,
+                0,
+                0,
+                spec.priority,
+                spec.tenant,
+            )
         )
-        for column, value in zip(self._columns.values(), values, strict=True):
-            column.append(value)
         self._outcome.append(outcome)
 
     def forked(self, parent: int, child: int) -> None:
         """A sequence begins with the tokens of another one: a row of its own, of the same request of the sender's."""
+        rows = self._rows
         place = self._place[parent]
-        self._place[child] = len(self._outcome)
-        for column in self._columns.values():
-            column.append(column[place])
-        for name, value in (("request", child), ("first_token_ns", -1), ("output_tokens", 0), ("num_preemptions", 0)):
-            self._columns[name][-1] = value
+        self._place[child] = begin = len(rows)
+        rows.extend(rows[place : place + _NUM_REQUEST])
+        rows[begin] = child
+        rows[begin + _FIRST] = -1
+        rows[begin + _OUTPUT] = 0
+        rows[begin + _PREEMPTIONS] = 0
         self._outcome.append(0)
 
     def ended(self, finish: Finish, now: int) -> None:
         place = self._place.pop(finish.request)
-        self._columns["finish_ns"][place] = now
-        self._columns["output_tokens"][place] = finish.num_output_tokens
-        self._columns["num_preemptions"][place] = finish.num_preemptions
-        self._outcome[place] = _OUTCOMES[finish.reason]
+        rows = self._rows
+        rows[place + _FINISH] = now
+        rows[place + _OUTPUT] = finish.num_output_tokens
+        rows[place + _PREEMPTIONS] = finish.num_preemptions
+        self._outcome[place // _NUM_REQUEST] = _OUTCOMES[finish.reason]
 
     # ---- steps ----
 
@@ -161,46 +232,59 @@ class Recorder:
             self._note_admitted(plan)
         scheduler = self._scheduler
         decodes = plan.decodes
-        row = (
-            plan.seq,
-            1,
-            plan.now,
-            decodes.num,
-            decodes.context_tokens,
-            len(plan.prefills),
-            tokens,
-            work // 2,
-            scheduler.num_waiting,
-            scheduler.num_running,
-            len(plan.admitted),
-            len(plan.preempted) + self._lost,
-            len(plan.swap_out),
-            len(plan.swap_in),
-            len(plan.copies),
-            len(plan.transfers),
+        held, tail, may, cannot, external, transfer, cached, free, shared = scheduler.usage_row()
+        self._steps.frombytes(
+            _PACK_STEP(
+                plan.seq,
+                1,
+                plan.now,
+                decodes.num,
+                decodes.context_tokens,
+                len(plan.prefills),
+                tokens,
+                work // 2,
+                scheduler.num_waiting,
+                scheduler.num_running,
+                len(plan.admitted),
+                len(plan.preempted) + self._lost,
+                len(plan.swap_out),
+                len(plan.swap_in),
+                len(plan.copies),
+                len(plan.transfers),
+                held,
+                tail,
+                may,
+                cannot,
+                external,
+                transfer,
+                cached,
+                free,
+                shared,
+            )
         )
+        self._num_steps += 1
         self._lost = 0
-        self._steps.extend(row + scheduler.usage_row())
 
     def _note_admitted(self, plan: StepPlan) -> None:
+        rows = self._rows
         for request, tokens in plan.loading:
             place = self._place[request]
-            if self._columns["admitted_ns"][place] < 0:
-                self._columns["admitted_ns"][place] = plan.now
-                self._columns["cached_tokens"][place] = tokens
-        admitted = set(plan.admitted)
+            if rows[place + _ADMITTED] < 0:
+                rows[place + _ADMITTED] = plan.now
+                rows[place + _CACHED] = tokens
+        admitted = plan.admitted if len(plan.admitted) < 4 else set(plan.admitted)
         for item in plan.prefills:
             if item.epoch == 0 and item.request in admitted:
                 place = self._place[item.request]
-                self._columns["admitted_ns"][place] = plan.now
-                self._columns["cached_tokens"][place] = item.start
+                rows[place + _ADMITTED] = plan.now
+                rows[place + _CACHED] = item.start
 
     def completed(self, plan: StepPlan, end: int, events: StepEvents) -> None:
         self._ends.append(end)
         for parent, child in events.forked:
             self.forked(parent, child)
         for id in events.first_tokens:
-            self._columns["first_token_ns"][self._place[id]] = end
+            self._rows[self._place[id] + _FIRST] = end
         for _, before in events.resumed:
             self._gaps.append(end - self._ends[before - 1])
         if events.finished:
@@ -233,9 +317,10 @@ class Recorder:
         if beyond:
             drawn = new
             may, cannot = may + cannot - drawn - beyond[0], beyond[0]
-        place = len(self._steps) // len(STEP_COLUMNS)
-        self._steps.extend(
-            (
+        place = self._num_steps
+        self._num_steps += 1
+        self._steps.frombytes(
+            _PACK_STEP(
                 first,
                 turns,
                 ends[0],
@@ -264,29 +349,31 @@ class Recorder:
             )
         )
         if turns > 1:
-            self._run_takes[place] = takes
+            self._run_takes.put(place, takes)
             if kept[-1] != kept[0]:
-                self._run_cached[place] = [k * size for k in kept]
+                self._run_cached.put(place, [k * size for k in kept])
             if beyond:
                 reserved = may + cannot + drawn
                 mays: list[int] = []
                 for step, past in enumerate(beyond):
                     reserved -= takes[step % size] * size
                     mays.append(reserved - past)
-                self._run_reserved[place] = (mays, beyond)
+                self._run_reserved[0].put(place, mays)
+                self._run_reserved[1].put(place, beyond)
         self._ends.extend(ends)
 
     # ---- out ----
 
     def requests(self) -> dict[str, Any]:
         """The table of requests, in the order in which they came: name -> array (or list of text)."""
-        table: dict[str, Any] = {name: np.array(column, dtype=np.int64) for name, column in self._columns.items()}
+        rows = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, _NUM_REQUEST)
+        table: dict[str, Any] = {name: rows[:, i].copy() for i, name in enumerate(REQUEST_COLUMNS[:_NUM_REQUEST])}
         table["outcome"] = _OUTCOME_NAMES[np.array(self._outcome, dtype=np.int64)].tolist()
         table["reason"] = [self._reasons.get(i, "") for i in range(len(self._outcome))]
-        return {name: table[name] for name in REQUEST_COLUMNS}
+        return table
 
     def steps(self) -> dict[str, Any]:
-        """The table of steps and runs: name -> array (or list of lists).
+        """The table of steps and runs: name -> array, or `Lists`.
 
         `step_ends_ns` lists the end of each step of a run. `run_takes[j]` is the number of blocks that the steps j,
         j + block_size, ... of a run take each, and `step_cached` the cached slots at each step where they change;
@@ -295,33 +382,29 @@ class Recorder:
         and so on. Where blocks are taken from what was reserved, `step_reserved_may` and `step_reserved_cannot` have
         those parts at each step, and free is what it was. All are empty for single steps.
         """
-        flat = np.array(self._steps, dtype=np.int64).reshape(-1, len(STEP_COLUMNS))
+        flat = np.frombuffer(self._steps, dtype=np.int64).reshape(-1, _NUM_STEP)
         ends = np.array(self._ends, dtype=np.int64)
-        flat = flat[flat[:, 0] <= len(ends)]  # the rest was cut off in flight
+        flat = flat[: np.searchsorted(flat[:, 0], len(ends), side="right")]  # the rest was cut off in flight
         table: dict[str, Any] = {name: flat[:, i].copy() for i, name in enumerate(STEP_COLUMNS)}
         first = table["step"] - 1
         num = np.minimum(table["num_steps"], len(ends) - first)
         table["num_steps"] = num
         table["end_ns"] = ends[first + num - 1] if len(first) else first
-        finished = np.zeros(len(first), dtype=np.int64)
-        within: dict[int, list[int]] = {}
         pairs = np.array(self._finished, dtype=np.int64).reshape(-1, 2)
-        if len(pairs):
-            places = np.searchsorted(first, pairs[:, 0] - 1, side="right") - 1
-            np.add.at(finished, places, pairs[:, 1])
-            for place, (seq, count) in zip(places.tolist(), pairs.tolist(), strict=True):
-                if num[place] > 1:
-                    within.setdefault(place, []).extend([seq - 1 - int(first[place])] * count)
-        table["finished"] = finished
-        rows = range(len(first))
-        table["step_ends_ns"] = [ends[first[i] : first[i] + num[i]] if num[i] > 1 else ends[:0] for i in rows]
-        empty: list[int] = []
-        table["run_takes"] = [self._run_takes.get(i, empty) for i in rows]
-        table["step_finished"] = [within.get(i, empty) for i in rows]
-        table["step_cached"] = [self._run_cached.get(i, empty)[: num[i]] for i in rows]
-        nothing: tuple[list[int], list[int]] = ([], [])
-        for i, name in enumerate(("step_reserved_may", "step_reserved_cannot")):
-            table[name] = [self._run_reserved.get(row, nothing)[i][: num[row]] for row in rows]
+        places = np.searchsorted(first, pairs[:, 0] - 1, side="right") - 1
+        table["finished"] = np.bincount(places, weights=pairs[:, 1], minlength=len(first)).astype(np.int64)
+        inside = np.repeat(num > 1, num)
+        table["step_ends_ns"] = Lists(np.where(num > 1, num, 0), ends[: len(inside)][inside])
+        rows = len(first)
+        table["run_takes"] = self._run_takes.column(rows)
+        in_run = num[places] > 1
+        table["step_finished"] = Lists(
+            np.where(num > 1, table["finished"], 0),
+            np.repeat((pairs[:, 0] - 1 - first[places])[in_run], pairs[:, 1][in_run]),
+        )
+        table["step_cached"] = self._run_cached.column(rows, num)
+        table["step_reserved_may"] = self._run_reserved[0].column(rows, num)
+        table["step_reserved_cannot"] = self._run_reserved[1].column(rows, num)
         return table
 
     def step_ends(self) -> np.ndarray[Any, np.dtype[np.int64]]:
