@@ -112,6 +112,12 @@ COMMANDS: dict[str, Command] = {
                 action=argparse.BooleanOptionalAction,
                 default=None,
             ),
+            _argument(
+                "--activations",
+                help="the layers' peak: vllm (its declared liveness) or traced (our engine's own code; needs torch)",
+                choices=("vllm", "traced"),
+                default="vllm",
+            ),
             _argument("--lengths", help="tokens of requests whose number to give, comma-separated", metavar="N,N"),
         ),
         defaults=(

@@ -52,6 +52,9 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
         enforce_eager=eager,
         num_blocks=config.num_gpu_blocks_override,
     )
+    if args.activations == "traced":
+        terminal.note("The layers' peak is that of this project's engine, whose sampler and start are not vLLM's.")
+        request = _traced(request)
     made = plan(request)
     if request.max_model_len is not None and request.max_model_len > request.spec.max_position:
         raise UsageError(
@@ -61,6 +64,15 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     summary = describe(made, _lengths(args.lengths, made))
     _show(made, summary, terminal)
     return summary
+
+
+def _traced(request: MemoryRequest) -> MemoryRequest:
+    """The request with the peak of the engine's own layers, at the tokens that the release would profile."""
+    from sim.traced import traced_layers_bytes
+
+    tokens = plan(request).max_num_batched_tokens
+    dtype = str(request.dtype or request.spec.dtype)
+    return replace(request, layers_peak=traced_layers_bytes(request.spec, tokens, dtype, request.tp))
 
 
 def _overlaid(config: Config, found: dict[str, str | bool]) -> Config:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.models.errors import ModelError
 
 __all__ = ["ARCHITECTURES", "DecoderConfig", "RopeScaling"]
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+)
+_WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM")
+"""Architectures that slide a window wherever the configuration has one."""
+_SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures that do so only where use_sliding_window says so."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,11 @@ class DecoderConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """An RMS norm over each query and key head, before they are turned (Qwen3)."""
+    num_experts: int = 0
+    """MLPs of a layer, of which the router chooses; 0: one MLP without a router."""
+    experts_per_token: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -86,10 +101,38 @@ class DecoderConfig:
                 f"the model's configuration has {self.num_heads} attention heads and {self.num_kv_heads} KV heads; "
                 "the first must be a multiple of the second"
             )
+        if self.num_experts < 0 or (self.num_experts and not 1 <= self.experts_per_token <= self.num_experts):
+            raise ModelError(
+                f"the model's configuration has {self.num_experts} experts of which a token visits "
+                f"{self.experts_per_token}; it must be at least 1 and at most all"
+            )
         if self.head_dim % 2:
             raise ModelError(
                 f"the model's configuration has head_dim = {self.head_dim}; rotary embedding needs an even one"
             )
+
+    def shard(self, tp: int) -> DecoderConfig:
+        """The part of one of `tp` devices: heads, MLP and vocabulary are split, all else is on every device.
+
+        A shape only: nothing here adds up what the devices compute. Key/value heads are repeated where they are fewer
+        than devices.
+
+        Raises:
+            ModelError: the heads or the MLP cannot be split so.
+        """
+        fits = self.num_kv_heads % tp == 0 or tp % self.num_kv_heads == 0
+        if tp < 1 or self.num_heads % tp or self.intermediate_size % tp or not fits:
+            raise ModelError(
+                f"the model ({self.num_heads} heads, {self.num_kv_heads} KV heads, MLP width {self.intermediate_size}) "
+                f"cannot be split over {tp} devices"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // tp,
+            num_kv_heads=max(1, self.num_kv_heads // tp),
+            intermediate_size=self.intermediate_size // tp,
+            vocab_size=-(-self.vocab_size // tp),
+        )
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -109,14 +152,14 @@ class DecoderConfig:
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
             raise ModelError(f"the model's activation is {activation!r}; this engine computes only 'silu'")
-        if architecture == "Qwen2ForCausalLM" and config.get("use_sliding_window"):
-            raise ModelError("the model uses sliding-window attention, which this engine does not compute")
-        if architecture == "MistralForCausalLM" and (config.get("sliding_window") or 0) > 0:
+        windowed = architecture in _WINDOWED and (config.get("sliding_window") or 0) > 0
+        if windowed or (architecture in _SWITCHED and config.get("use_sliding_window")):
             raise ModelError("the model uses sliding-window attention, which this engine does not compute")
         heads = _field(config, "num_attention_heads")
         hidden = _field(config, "hidden_size")
         theta, scaling = _rope(config)
         bias = bool(config.get("attention_bias", False))
+        moe = architecture == "MixtralForCausalLM"
         eos = config.get("eos_token_id")
         return cls(
             architecture=architecture,
@@ -135,6 +178,9 @@ class DecoderConfig:
             qkv_bias=bias or architecture == "Qwen2ForCausalLM",
             output_bias=bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            num_experts=_field({"num_local_experts": 8, **config}, "num_local_experts") if moe else 0,
+            experts_per_token=_field({"num_experts_per_tok": 2, **config}, "num_experts_per_tok") if moe else 0,
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
         )

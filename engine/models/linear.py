@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["Linear"]
 
@@ -25,8 +26,8 @@ class Linear:
         self._packed: Tensor | None = None
         self._turned: Tensor | None = None
         self._plain: Tensor | None = None
-        if weight.device.type != "cpu" or weight.dtype == torch.float64:
-            self._plain = weight
+        if weight.device.type != "cpu" or weight.dtype == torch.float64 or isinstance(weight, FakeTensor):
+            self._plain = weight  # a fake weight has a shape only, and every path gives the same result
         elif _can_pack(weight.dtype) and (weight.dtype == torch.bfloat16 or self.outputs >= _PACK_FROM_OUTPUTS):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         elif weight.dtype == torch.float32:

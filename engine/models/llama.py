@@ -1,4 +1,8 @@
-"""A Llama-family decoder: weights by their Hugging Face names in, hidden states and logits out."""
+"""Decoders of the Llama family: weights by their Hugging Face names in, hidden states and logits out.
+
+Llama, Mistral, Qwen2, Qwen3 and Mixtral are one decoder. What differs follows from the configuration: biases on the
+projections (Qwen2), norms over query and key heads (Qwen3), and a mixture of experts in place of the MLP (Mixtral).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from torch import Tensor
 from engine.models.config import DecoderConfig
 from engine.models.errors import ModelError
 from engine.models.linear import Linear
+from engine.models.mlp import GatedMlp, MixtureOfExperts
 from kernels.attention import StepLayout, attend
 from kernels.cache import PagedKVCache
 
@@ -29,10 +34,21 @@ def expected_weights(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
             yield f"{prefix}self_attn.{name}.weight", (outputs, hidden)
             if config.qkv_bias:
                 yield f"{prefix}self_attn.{name}.bias", (outputs,)
+        if config.qk_norm:
+            yield prefix + "self_attn.q_norm.weight", (config.head_dim,)
+            yield prefix + "self_attn.k_norm.weight", (config.head_dim,)
         yield prefix + "self_attn.o_proj.weight", (hidden, query)
         if config.output_bias:
             yield prefix + "self_attn.o_proj.bias", (hidden,)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
+        if config.num_experts:
+            yield prefix + "block_sparse_moe.gate.weight", (config.num_experts, hidden)
+            for expert in range(config.num_experts):
+                part = f"{prefix}block_sparse_moe.experts.{expert}."
+                yield part + "w1.weight", (inner, hidden)
+                yield part + "w2.weight", (hidden, inner)
+                yield part + "w3.weight", (inner, hidden)
+            continue
         for name, shape in (
             ("gate_proj", (inner, hidden)),
             ("up_proj", (inner, hidden)),
@@ -49,9 +65,9 @@ def expected_weights(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
 class _Layer:
     """One decoder layer's weights, with the projections that read the same input joined."""
 
-    __slots__ = ("down", "gate_up", "input_norm", "out", "post_norm", "qkv")
+    __slots__ = ("input_norm", "key_norm", "mlp", "out", "post_norm", "qkv", "query_norm")
 
-    def __init__(self, weights: Mapping[str, Tensor], prefix: str) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: DecoderConfig) -> None:
         def joined(part: str, *names: str) -> Linear:
             matrices = [weights[f"{prefix}{part}.{name}.weight"] for name in names]
             biases = [weights.get(f"{prefix}{part}.{name}.bias") for name in names]
@@ -61,9 +77,19 @@ class _Layer:
         self.input_norm = weights[prefix + "input_layernorm.weight"]
         self.post_norm = weights[prefix + "post_attention_layernorm.weight"]
         self.qkv = joined("self_attn", "q_proj", "k_proj", "v_proj")
+        self.query_norm = weights.get(prefix + "self_attn.q_norm.weight")
+        self.key_norm = weights.get(prefix + "self_attn.k_norm.weight")
         self.out = joined("self_attn", "o_proj")
-        self.gate_up = joined("mlp", "gate_proj", "up_proj")
-        self.down = joined("mlp", "down_proj")
+        self.mlp: GatedMlp | MixtureOfExperts
+        if config.num_experts:
+            part = "block_sparse_moe.experts"
+            experts = [
+                GatedMlp(joined(f"{part}.{i}", "w1", "w3"), joined(f"{part}.{i}", "w2"))
+                for i in range(config.num_experts)
+            ]
+            self.mlp = MixtureOfExperts(joined("block_sparse_moe", "gate"), experts, config.experts_per_token)
+        else:
+            self.mlp = GatedMlp(joined("mlp", "gate_proj", "up_proj"), joined("mlp", "down_proj"))
 
 
 class Decoder:
@@ -86,7 +112,7 @@ class Decoder:
         self.embedding = converted["model.embed_tokens.weight"]
         self.layers = []
         for layer in range(config.num_layers):
-            self.layers.append(_Layer(converted, f"model.layers.{layer}."))
+            self.layers.append(_Layer(converted, f"model.layers.{layer}.", config))
         self.norm = converted["model.norm.weight"]
         self.head = Linear(self.embedding if config.tie_word_embeddings else converted["lm_head.weight"])
         self.cos, self.sin = _rope_tables(config, dtype)
@@ -105,20 +131,31 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(F.rms_norm(hidden, shape, layer.input_norm, eps)).view(count, turned + kv_heads, dim)
             bare = qkv[:, :turned]
+            if layer.query_norm is not None:
+                bare = _head_norms(bare, heads, layer, dim, eps)
             # Rotation by halves: x cos + swap(x) sin, with the minus of the swapped half kept in the sine table.
             swapped = bare.view(count, turned, 2, dim // 2).flip(2).mul_(sin).view(count, turned, dim)
             roped = torch.addcmul(swapped, bare, cos)
             mixed = attend(roped[:, :heads], roped[:, heads:], qkv[:, turned:], cache, index, layout, scale)
             hidden = hidden + layer.out(mixed)
-            gate_up = layer.gate_up(F.rms_norm(hidden, shape, layer.post_norm, eps))
-            gate, up = gate_up.chunk(2, -1)
-            hidden = hidden + layer.down(F.silu(gate).mul_(up))
+            hidden = hidden + layer.mlp(F.rms_norm(hidden, shape, layer.post_norm, eps))
         return F.rms_norm(hidden, shape, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab], in float32 at least, of hidden states [rows, hidden]."""
         logits = self.head(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _head_norms(bare: Tensor, heads: int, layer: _Layer, dim: int, eps: float) -> Tensor:
+    """Queries and keys [tokens, heads + kv_heads, dim], each head normed."""
+    return torch.cat(
+        [
+            F.rms_norm(bare[:, :heads], (dim,), layer.query_norm, eps),
+            F.rms_norm(bare[:, heads:], (dim,), layer.key_norm, eps),
+        ],
+        1,
+    )
 
 
 def _rope_tables(config: DecoderConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
