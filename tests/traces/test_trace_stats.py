@@ -21,6 +21,8 @@ FILES = {
     "mooncake_conversation": "mooncake/conversation_trace.jsonl.xz",
     "mooncake_synthetic": "mooncake/synthetic_trace.jsonl.xz",
     "sharegpt-llama-3.1-8b-300-sps10": "sharegpt/sharegpt-llama-3.1-8b-300-sps10.blk16.jsonl.xz",
+    "workload_me2_01_mixed": "llmservingsim/workload_me2_01_mixed.jsonl.xz",
+    "ragpulse": "ragpulse/0_trace.jsonl.xz",
     "sharegpt-qwen3-32b-300-sps10": "sharegpt/sharegpt-qwen3-32b-300-sps10.blk16.jsonl.xz",
 }
 MILLIONS = (1_000_000, 2_000_000, 4_000_000, 8_000_000)

@@ -14,7 +14,7 @@ from typing import Any
 from traces import canonical
 from traces.errors import TraceError
 from traces.files import TraceFile
-from traces.readers import azure, burstgpt, hashed, vidur
+from traces.readers import agent, azure, burstgpt, hashed, llmservingsim, ragpulse, sharegpt, vidur
 from traces.readers.base import Format
 from traces.schema import Trace
 
@@ -25,7 +25,9 @@ _OWN = (
     Format("kvtwin-jsonl", "our own, JSON Lines", canonical.is_jsonl, canonical.read_jsonl, options={}),
 )
 _GENERATOR_OPTIONS: Mapping[str, object] = {"seed": None}
-_MODULES = (azure, burstgpt, vidur, hashed)
+_MODULES = (azure, burstgpt, vidur, sharegpt, llmservingsim, ragpulse, agent, hashed)
+_LOOKALIKES = (ragpulse.why_no_trace,)
+"""Each says of a file that belongs to a format, but is no trace by itself, what is to be done instead."""
 
 FORMATS: dict[str, Format] = {
     entry.name: entry for entry in (*_OWN, *(entry for module in _MODULES for entry in module.FORMATS))
@@ -81,6 +83,10 @@ def _guessed(file: TraceFile) -> Format:
     reader = next((entry for entry in FORMATS.values() if entry.recognises(file)), None)
     if reader is not None:
         return reader
+    for look in _LOOKALIKES:
+        reason = look(file)
+        if reason is not None:
+            raise TraceError(f"{file.path}: {reason}")
     beginning = (file.head(1) or [""])[0][:60]
     known = "; ".join(f"{entry.name} ({entry.about})" for entry in FORMATS.values())
     raise TraceError(f"{file.path}: begins with {beginning!r}, which is none of the formats we read: {known}")

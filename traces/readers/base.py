@@ -13,7 +13,17 @@ from traces.errors import TraceError
 from traces.files import TraceFile, available_bytes, is_integer
 from traces.schema import NO_ROW, Trace, make_trace, offsets_of
 
-__all__ = ["Format", "Rows", "check_number", "check_seed", "dequantized", "follow", "prefix_ids", "starts_ns"]
+__all__ = [
+    "Format",
+    "Rows",
+    "check_number",
+    "check_seed",
+    "dequantized",
+    "follow",
+    "prefix_ids",
+    "previous_of",
+    "starts_ns",
+]
 
 _CHECK_ROWS = 1 << 16
 
@@ -59,6 +69,15 @@ class Rows:
         if len(self.lines) % _CHECK_ROWS == 0:
             self._check_memory()
 
+    def set_spans(self, row: int, ids: Sequence[int], tokens: Sequence[int]) -> None:
+        """The spans of a row that was added without; rows go in ascending order, each once."""
+        self.counts[row] = len(ids)
+        self.ids.extend(ids)
+        self.tokens.extend(tokens)
+
+    def replace_ids(self, ids: np.ndarray) -> None:
+        self.ids = array("q", ids.astype(np.int64).tobytes())
+
     def _check_memory(self) -> None:
         # Sorting and checking make about three copies of everything.
         needed = 3 * 8 * (5 * len(self.lines) + 2 * len(self.ids))
@@ -92,7 +111,9 @@ class Rows:
         )
 
 
-def follow(before: Sequence[int], arrival_ns: np.ndarray, busy_ns: np.ndarray | None = None) -> dict[str, np.ndarray]:
+def follow(
+    before: Sequence[int] | np.ndarray, arrival_ns: np.ndarray, busy_ns: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
     """The columns `after` and `think_ns` of rows that wait for row `before[i]` (-1 for none) to finish.
 
     The pause is the time between the two arrivals, less `busy_ns` of the row before where that is known. A row that
@@ -105,6 +126,16 @@ def follow(before: Sequence[int], arrival_ns: np.ndarray, busy_ns: np.ndarray | 
     if busy_ns is not None:
         gap = np.maximum(gap - busy_ns[np.maximum(after, 0)], 0)
     return {"after": after, "think_ns": np.where(after >= 0, gap, 0)}
+
+
+def previous_of(sessions: Sequence[str], arrival_ns: np.ndarray) -> list[int]:
+    """For each row the one before it in its session, in order of arrival; -1 for the first."""
+    last: dict[str, int] = {}
+    before = [-1] * len(sessions)
+    for row in np.argsort(arrival_ns, kind="stable").tolist():
+        before[row] = last.get(sessions[row], -1)
+        last[sessions[row]] = row
+    return before
 
 
 def prefix_ids(offsets: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 
 from traces.errors import TraceError
 from traces.files import TraceFile
-from traces.readers.base import Format, Rows, dequantized, follow
+from traces.readers.base import Format, Rows, dequantized, follow, previous_of
 from traces.schema import Trace
 
 __all__ = ["FORMATS"]
@@ -57,7 +57,7 @@ def _read(file: TraceFile, dequantize: bool, seed: int, turns_wait: bool) -> Tra
     links: dict[str, Any] = {}
     arrival = rows.times()
     if turns_wait and len(rows):
-        links = follow(_before(sessions, arrival), arrival, np.frombuffer(elapsed, dtype=np.int64))
+        links = follow(previous_of(sessions, arrival), arrival, np.frombuffer(elapsed, dtype=np.int64))
     if dequantize and len(rows):
         arrival = dequantized(file, arrival, seed, step_ns=10**9)
     return rows.trace(arrival, **links)
@@ -79,16 +79,6 @@ def _counts_its_rows(rows: Rows) -> bool:
         later[0] - earlier[0] == (later[1] - earlier[1]) * 10**9
         for earlier, later in pairwise(zip(rows.arrival_ns, rows.lines, strict=True))
     )
-
-
-def _before(sessions: list[str], arrival_ns: np.ndarray) -> list[int]:
-    """For each row the one before it in its session, in order of arrival; -1 for the first."""
-    last: dict[str, int] = {}
-    before = [-1] * len(sessions)
-    for row in np.argsort(arrival_ns, kind="stable").tolist():
-        before[row] = last.get(sessions[row], -1)
-        last[sessions[row]] = row
-    return before
 
 
 FORMATS = (

@@ -146,7 +146,7 @@ def _read_bailian(file: TraceFile, turns_wait: bool) -> Trace:
         return rows.trace()
     offsets, ids_array = rows.span_offsets(), np.frombuffer(rows.ids, dtype=np.int64)
     if (ids_array < 0).any() or prefix_conflict(offsets, ids_array):
-        rows.ids = array("q", prefix_ids(offsets, ids_array).tobytes())
+        rows.replace_ids(prefix_ids(offsets, ids_array))
     _set_tokens(rows, BAILIAN_BLOCK)
     links: dict[str, Any] = follow([row_of.get(parent, -1) for parent in parents], rows.times()) if turns_wait else {}
     return rows.trace(span_block=BAILIAN_BLOCK, **links)
