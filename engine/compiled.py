@@ -19,7 +19,19 @@ __all__ = ["MODULES", "build", "prefer_compiled"]
 MODULES = {
     "engine.core": (
         *("types", "request", "cohort", "waiting", "pool", "extents", "index", "radix", "ranked", "identity"),
-        *("manager", "contiguous", "host", "flight", "fastforward", "tiers", "groups", "scheduler", "records", "drive"),
+        *(
+            "manager",
+            "contiguous",
+            "host",
+            "flight",
+            "fastforward",
+            "tiers",
+            "groups",
+            "scheduler",
+            "records",
+            "glide",
+            "drive",
+        ),
     ),
     "sim": ("steptime", "executor"),
 }

@@ -241,6 +241,27 @@ class SimExecutor:
             self._flight.append((plan, end, finished))
             self._free_at = end
 
+    # ---- GlideExecutor --------------------------------------------------------------------------------------------
+
+    def next_stop(self) -> int:
+        heap = self._due_heap
+        while heap and heap[0] not in self._due:
+            heapq.heappop(heap)
+        return heap[0] if heap else NO_LIMIT
+
+    def stops_in(self, seq: int) -> list[Finish]:
+        due = self._due.pop(seq, None)
+        stopped = [] if due is None else [Finish(request, "stop") for request in due]
+        for finish in stopped:
+            self.forget(finish.request)
+        return stopped
+
+    def glide(self, rows: int, context: int, turns: int, seq: int, now: int, until: int) -> list[int]:
+        start = max(self._free_at, now)
+        ends = self._model.ends_until(rows, context, turns, seq, start, until)
+        self._free_at = ends[-1]
+        return ends
+
     # ---- who stops when -------------------------------------------------------------------------------------------
 
     def forget(self, request: int) -> None:

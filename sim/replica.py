@@ -27,7 +27,8 @@ class Replica:
 
     `finished` is called with the request and the time, once for each request that was accepted, when it ends, also by
     an abort. `process` is the simpy process; it ends when the inbox is closed and nothing is left, or at the first
-    step at which `stop` says so.
+    step at which `stop` says so. `foretold`: all that comes, comes through an inbox that tells its time ahead, `wake` is
+    never called, and nobody looks at the requests meanwhile.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Replica:
         log: DecisionLog | None = None,
         check: bool = False,
         stop: Callable[[], bool] | None = None,
+        foretold: bool = False,
     ) -> None:
         self._env = env
         self._stop = stop
@@ -62,7 +64,9 @@ class Replica:
             log=log,
             on_step=self._on_step if finished is not None else None,
             on_abort=self._on_abort,
+            on_finish=finished,
             check=check,
+            foretold=foretold,
         )
         self.process = env.process(self._run())
 

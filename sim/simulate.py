@@ -259,6 +259,7 @@ def simulate(
         log=decisions,
         check=check,
         stop=stop,
+        foretold=True,
     )
     env.run()
     if replica.process.is_alive:

@@ -20,7 +20,7 @@ in nothing: both round the same numbers.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -241,6 +241,34 @@ class StepTime:
                 time = cpu
             end += int(time + 0.5) or 1
             ends.append(end)
+            context += rows
+        return ends
+
+    def ends_until(self, rows: int, context: int, k: int, step: int, start: int, until: int) -> list[int]:
+        """`decode_ends` of at most k steps (1 or more): the last is the first of them that ends at or after `until`."""
+        if self.noise:
+            ends: list[int] = []
+            while len(ends) < k and start < until:
+                at = len(ends)
+                ends += self.decode_ends(rows, context + at * rows, min(k - at, _SHORT_RUN), step + at, start)
+                start = ends[-1]
+            return ends[: bisect_left(ends, until) + 1]
+        base = self.tokens_ns(rows) + self.row * rows
+        slope = self.context
+        cpu = self.cpu_step + self.cpu_row * rows
+        overlap = self.overlap
+        ends = []
+        end = start
+        for _ in range(k):
+            time = base + slope * context
+            if not overlap:
+                time += cpu
+            elif cpu > time:
+                time = cpu
+            end += int(time + 0.5) or 1
+            ends.append(end)
+            if end >= until:
+                break
             context += rows
         return ends
 

@@ -9,6 +9,7 @@ presets            the options, and the engines that they stand for
 cohort, waiting    the running decodes as one object; the queue
 scheduler          one step at a time, or many at once
 records            what happened, in columns
+glide              decode steps with nobody waiting, in one go
 drive              the loop that joins scheduler and executor
 """
 

@@ -34,7 +34,7 @@ class DecodeCohort:
         self.num = 0
         self.context_tokens = 0
         """Sum of the members' sched."""
-        self._block_size = block_size
+        self.block_size = block_size
         self._lookahead = lookahead
         self._cross: list[dict[int, Request]] = [{} for _ in range(block_size)]
         self._fill: list[dict[int, Request]] = [{} for _ in range(block_size)]
@@ -51,7 +51,7 @@ class DecodeCohort:
         request.in_cohort = True
         self.num += 1
         self.context_tokens += request.sched
-        size = self._block_size
+        size = self.block_size
         self._cross[(1 - base - self._lookahead) % size][request.id] = request
         if request.publishes_output:
             self._fill[-base % size][request.id] = request
@@ -74,7 +74,7 @@ class DecodeCohort:
         request.sample_seq = seq
         self.num -= 1
         self.context_tokens -= request.sched
-        size = self._block_size
+        size = self.block_size
         del self._cross[(1 - base - self._lookahead) % size][request.id]
         if request.publishes_output:
             del self._fill[-base % size][request.id]
@@ -87,14 +87,24 @@ class DecodeCohort:
 
     def crossing(self, seq: int) -> list[Request]:
         """Members that need a block in plan `seq`, in order."""
-        return self._sorted(self._cross[seq % self._block_size])
+        return self._sorted(self._cross[seq % self.block_size])
+
+    def cross(self, seq: int, into: list[Request]) -> None:
+        """Append the members that need a block in plan `seq`, in order."""
+        bucket = self._cross[seq % self.block_size]
+        if not bucket:
+            return
+        if len(bucket) == 1:
+            into.extend(bucket.values())
+        else:
+            into.extend(self._sorted(bucket))
 
     def num_crossing(self, seq: int) -> int:
-        return len(self._cross[seq % self._block_size])
+        return len(self._cross[seq % self.block_size])
 
     def filling(self, seq: int) -> list[Request]:
         """Members that fill a block in plan `seq` and publish it at once, in order."""
-        return self._sorted(self._fill[seq % self._block_size])
+        return self._sorted(self._fill[seq % self.block_size])
 
     def phase_counts(self) -> list[int]:
         """How many members need a block in the plans with seq = 0, 1, ... (mod block size)."""
@@ -121,9 +131,9 @@ class DecodeCohort:
         if not self.num:
             return NO_LIMIT
         cycles, left = divmod(free_blocks, self.num)
-        turns = cycles * self._block_size
-        for step in range(1, self._block_size + 1):
-            left -= len(self._cross[(seq + step) % self._block_size])
+        turns = cycles * self.block_size
+        for step in range(1, self.block_size + 1):
+            left -= len(self._cross[(seq + step) % self.block_size])
             if left < 0:
                 break
             turns += 1

@@ -12,9 +12,10 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import NamedTuple, Protocol, cast
 
 from engine.core.errors import InvalidRequest
+from engine.core.glide import can_glide, glide, is_plain
 from engine.core.records import DecisionLog, Recorder
 from engine.core.scheduler import Scheduler
-from engine.core.types import Executor, FastExecutor, Finish, RequestSpec, StepEvents, StepOutcome, StepPlan
+from engine.core.types import NO_LIMIT, Executor, Finish, GlideExecutor, RequestSpec, StepEvents, StepOutcome, StepPlan
 
 __all__ = ["Abort", "Add", "Inbox", "Wait", "drive"]
 
@@ -79,20 +80,40 @@ def drive(
     log: DecisionLog | None = None,
     on_step: StepHook | None = None,
     on_abort: Callable[[Finish], None] | None = None,
+    on_finish: Callable[[Finish, int], None] | None = None,
     check: bool = False,
+    foretold: bool = False,
 ) -> Generator[Wait, int, None]:
     """Serve until the inbox closes and nothing is left.
 
     With one step in flight: drain, schedule, run, complete. With two: drain and schedule step N + 1 while step N runs,
     then wait for N and complete it. `fast_forward` needs a FastExecutor; results are the same without, and it is off
     while blocks are recorded, so that every step is. `on_step` is told of every completed step on its own (runs of
-    steps in which nothing happens to any request are not told). `check` walks all state after every step.
+    steps in which nothing happens to any request are not told). `check` walks all state after every step. `foretold`: with
+    fast_forward, nothing arrives at a time that `next_ns` did not tell before, and nobody looks at the requests between
+    two waits; the executor is a GlideExecutor, and `on_finish` is told of who finishes in steps that no plan is made
+    for.
     """
     depth = scheduler.config.steps_in_flight
+    glides = foretold and fast_forward and log is None and recorder.blocks is None and is_plain(scheduler)
     fast_forward = fast_forward and recorder.blocks is None
-    fast = cast(FastExecutor, executor)
+    fast = cast(GlideExecutor, executor)
     flight: deque[StepPlan] = deque()
     while True:
+        while glides and not flight and can_glide(scheduler):
+            due = inbox.next_ns()
+            until = NO_LIMIT if due is None else due
+            if until <= now:
+                break
+            end, finished = glide(scheduler, fast, recorder, now, until)
+            if end == now:
+                break
+            if check:
+                scheduler.check()
+            if on_finish is not None:
+                for finish in finished:
+                    on_finish(finish, end)
+            now = yield Wait(end)
         while len(flight) < depth:
             for command in inbox.drain(now):
                 _take_in(command, scheduler, inbox, recorder, log, on_abort, now)

@@ -218,6 +218,9 @@ class BlockManager:
         self.num_table_blocks += len(requests)
         if not evicted:
             return [before] * len(marks)
+        blank = len(blocks) - len(evicted)
+        if not blank or blocks[blank:] == evicted:
+            return [before if mark <= blank else before - (mark - blank) for mark in marks]
         lost = set(evicted)
         after: list[int] = []
         at = 0

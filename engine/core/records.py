@@ -119,6 +119,19 @@ class _ListColumn:
         self._lengths.append(len(values))
         self._values.extend(values)
 
+    def put_takes(self, row: int, marks: Sequence[int], most: int) -> None:
+        """The differences of `marks`, the first `most` of them at most."""
+        self._rows.append(row)
+        values = self._values
+        before = num = 0
+        for mark in marks:
+            values.append(mark - before)
+            before = mark
+            num += 1
+            if num == most:
+                break
+        self._lengths.append(num)
+
     def column(self, num_rows: int, most: np.ndarray[Any, np.dtype[np.int64]] | None = None) -> Lists:
         """The column of a table of `num_rows` rows; `most`: the longest list that each row may have."""
         rows = np.array(self._rows, dtype=np.int64)
@@ -361,6 +374,77 @@ class Recorder:
                 self._run_reserved[0].put(place, mays)
                 self._run_reserved[1].put(place, beyond)
         self._ends.extend(ends)
+
+    def glided(
+        self,
+        first: int,
+        start: int,
+        ends: Sequence[int],
+        num: int,
+        context: int,
+        before: tuple[int, ...],
+        marks: Sequence[int],
+        kept: Sequence[int],
+    ) -> None:
+        """A run of steps that were decided and have ended (see glide.py).
+
+        Args:
+            first, start: number of the first, and when it was decided, in ns.
+            ends: when each ended, in ns.
+            num, context: rows of each, and cached tokens of the first.
+            before: Scheduler.usage_row() before the first.
+            marks: blocks that were taken up to each.
+            kept: kept blocks that were free after each decision.
+        """
+        held, tail, may, cannot, external, transfer, cached, free, shared = before
+        turns = len(ends)
+        size = self._block_size
+        new = marks[0] * size
+        now_cached = kept[0] * size
+        self._steps.frombytes(
+            _PACK_STEP(
+                first,
+                turns,
+                start,
+                num,
+                context,
+                0,
+                0,
+                0,
+                0,
+                num,
+                0,
+                self._lost,
+                0,
+                0,
+                0,
+                0,
+                held + num,
+                tail + new - num,
+                may,
+                cannot,
+                external,
+                transfer,
+                now_cached,
+                free + cached - new - now_cached,
+                shared,
+            )
+        )
+        self._lost = 0
+        if turns > 1:
+            place = self._num_steps
+            self._run_takes.put_takes(place, marks, size)
+            if kept[-1] != kept[0]:
+                self._run_cached.put(place, [k * size for k in kept])
+        self._num_steps += 1
+        self._ends.extend(ends)
+
+    def finished_in(self, seq: int, finished: Sequence[Finish], now: int) -> None:
+        """Who finished in step `seq`, which ended at `now`."""
+        for finish in finished:
+            self.ended(finish, now)
+        self._finished.append(seq)
+        self._finished.append(len(finished))
 
     # ---- out ----
 

@@ -17,6 +17,7 @@ __all__ = [
     "Cohort",
     "Executor",
     "FastExecutor",
+    "GlideExecutor",
     "Finish",
     "PlanItem",
     "PlanView",
@@ -312,4 +313,24 @@ class FastExecutor(Executor, Protocol):
 
     def advance(self, ends: Sequence[int], plans: Sequence[StepPlan]) -> None:
         """So many steps completed, at these times; `plans` are now the ones in flight, oldest first."""
+        ...
+
+
+class GlideExecutor(FastExecutor, Protocol):
+    """One that can also take decode steps for which no plan is made. No step is in flight meanwhile."""
+
+    def next_stop(self) -> int:
+        """The first plan, by number, in which somebody is known to stop by itself; NO_LIMIT: none."""
+        ...
+
+    def stops_in(self, seq: int) -> list[Finish]:
+        """Who stops in plan `seq`, in which all that were ever told of and still run have a row."""
+        ...
+
+    def glide(self, rows: int, context: int, turns: int, seq: int, now: int, until: int) -> list[int]:
+        """End times in ns of plans seq, seq + 1, ... of `rows` decodes each, decided at the end of the one before.
+
+        `context`: cached tokens of the first of them. At most `turns` (1 or more), the last being the first that ends
+        at or after `until`.
+        """
         ...
