@@ -14,7 +14,18 @@ from typing import Any
 from traces import canonical
 from traces.errors import TraceError
 from traces.files import TraceFile
-from traces.readers import agent, azure, burstgpt, hashed, llmservingsim, ragpulse, sharegpt, vidur
+from traces.readers import (
+    agent,
+    azure,
+    benchmarks,
+    burstgpt,
+    hashed,
+    llmservingsim,
+    ragpulse,
+    servegen,
+    sharegpt,
+    vidur,
+)
 from traces.readers.base import Format
 from traces.schema import Trace
 
@@ -25,8 +36,8 @@ _OWN = (
     Format("kvtwin-jsonl", "our own, JSON Lines", canonical.is_jsonl, canonical.read_jsonl, options={}),
 )
 _GENERATOR_OPTIONS: Mapping[str, object] = {"seed": None}
-_MODULES = (azure, burstgpt, vidur, sharegpt, llmservingsim, ragpulse, agent, hashed)
-_LOOKALIKES = (ragpulse.why_no_trace,)
+_MODULES = (azure, burstgpt, vidur, servegen, sharegpt, llmservingsim, ragpulse, agent, benchmarks, hashed)
+_LOOKALIKES = (ragpulse.why_no_trace, servegen.why_no_trace, benchmarks.why_no_trace)
 """Each says of a file that belongs to a format, but is no trace by itself, what is to be done instead."""
 
 FORMATS: dict[str, Format] = {
