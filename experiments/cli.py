@@ -92,9 +92,17 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         "what a vLLM engine's memory goes to, how many KV blocks are left, and whether it starts",
         "experiments.plan:execute",
-        sections=("budget",),
         options=(
-            *("model", "hardware", "dtype", "tensor_parallel_size", "pipeline_parallel_size", "block_size"),
+            *(
+                "vllm_version",
+                "quantization",
+                "model",
+                "hardware",
+                "dtype",
+                "tensor_parallel_size",
+                "pipeline_parallel_size",
+                "block_size",
+            ),
             *("num_gpu_blocks_override", "gpu_memory_utilization", "kv_cache_dtype", "swap_space"),
             *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
         ),

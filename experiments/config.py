@@ -144,6 +144,25 @@ class Config:
         None, "budget", "weights of attention and MLPs: fp8, int8, int4, awq or gptq; default: as published"
     )
 
+    oom: str = _option(
+        "off",
+        "budget",
+        "check that each step fits the device: crash ends the engine at the first that does not, report counts them",
+        choices=("off", "crash", "report"),
+    )
+    attention_backend: str = _option(
+        "flash", "budget", "attention: fused, or one that builds its score matrix", choices=("flash", "eager")
+    )
+    prompt_logprobs: float = _option(
+        0.0, "budget", "share of requests that ask for the log-probabilities of their prompts", low=0, high=1
+    )
+    profile_transients: bool = _option(
+        False, "budget", "size the KV pool as if score matrix and log-probabilities had been profiled"
+    )
+    memory_growth: float = _option(
+        0.0, "budget", "memory lost in an hour of simulated time, outside of the pool", unit="GiB", low=0, high=1e6
+    )
+
     # -- scheduler
     preset: str | None = _option(
         None, "scheduler", "scheduler of a known engine, such as vllm-0.33, sglang or orca; later sources override it"

@@ -21,6 +21,7 @@ from experiments.config import Config
 from experiments.errors import UsageError
 from experiments.interruption import Interruption
 from experiments.metrics import Tables, summarize
+from experiments.oom import describe_oom, guard_of, show_oom, unprofiled_bytes
 from experiments.serving import mind_rejected, scheduler_config, slo_of
 from experiments.workload import load_trace
 from sim.moves import FREE_MOVES, MoveTime, cost_model, moves_of_device
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from experiments.terminal import Terminal
     from sim.calibration import Calibration
     from sim.models import ModelSpec
+    from sim.oom import MemoryGuard
     from sim.simulate import SimResult
     from sim.steptime import StepTime
     from traces import Trace
@@ -231,6 +233,7 @@ def kv_blocks(config: Config, spec: ModelSpec) -> tuple[int, str]:
         config.max_num_seqs,
         config.vllm_version,
         config.quantization,
+        unprofiled_bytes(config, spec),
     )
     return usable_blocks(budget.num_blocks, config.preset), budget.text()
 
@@ -248,9 +251,12 @@ def _predict(
 ) -> Prediction:
     from sim.simulate import share_outside_hull
 
-    found = _run(config, trace, options, basis, basis.step_time, interrupted, record=config.record_blocks)
+    guard = guard_of(config, options)
+    found = _run(config, trace, options, basis, basis.step_time, interrupted, record=config.record_blocks, guard=guard)
     tables = _tables(found, options)
     summary = summarize(tables, options.num_blocks, slo_of(config))
+    if guard is not None:
+        summary["oom"] = describe_oom(guard, tables.requests)
     if options.num_host_blocks or config.n > 1 or config.beam_width:
         assumption = ". ".join(text for text in (assumption, basis.moves.label) if text)
     about: dict[str, Any] = {
@@ -265,7 +271,7 @@ def _predict(
     calibration = basis.calibration
     if calibration is not None:
         about["share_outside_hull"] = share_outside_hull(found, calibration.hull)
-        if config.bands and not interrupted():
+        if config.bands and guard is None and not interrupted():
             others = {
                 name: summarize(
                     _tables(_run(config, trace, options, basis, model, interrupted), options), options.num_blocks
@@ -287,6 +293,7 @@ def _run(
     step_time: StepTime,
     stop: Callable[[], bool],
     record: bool = False,
+    guard: MemoryGuard | None = None,
 ) -> SimResult:
     from sim.simulate import simulate
 
@@ -303,6 +310,7 @@ def _run(
         beam=config.beam_width is not None,
         forks=config.parallel_sampling == "fork",
         seed=config.seed,
+        guard=guard,
     )
 
 
@@ -380,6 +388,8 @@ def show(prediction: Prediction, terminal: Terminal) -> None:
     """The metrics, and what they rest on."""
     about = prediction.about
     show_summary(prediction.summary, terminal, "Simulated")
+    if "oom" in prediction.summary:
+        show_oom(prediction.summary["oom"], terminal)
     terminal.print(f"Step times: {about['label']}.")
     for text in about["assumptions"]:
         terminal.print(f"{text[:1].upper()}{text[1:].removesuffix('.')}.")

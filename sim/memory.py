@@ -51,6 +51,8 @@ class MemoryRequest:
     """--num-gpu-blocks-override."""
     layers_peak: int | None = None
     """Bytes of the layers' peak, traced elsewhere, instead of vLLM's declared liveness."""
+    extra_peak: int = 0
+    """Bytes that the profiling run finds beside the layers: see sim.oom.Transients.unprofiled."""
 
     def __post_init__(self) -> None:
         if self.utilization is not None and not 0.0 < self.utilization <= 1.0:
@@ -161,6 +163,7 @@ def plan(request: MemoryRequest) -> Plan:
     layers, sampler = peak_bytes(spec, rules, device, tokens, min(seqs, tokens), element, tp)
     if request.layers_peak is not None:
         layers = request.layers_peak + cublas_bytes(device)
+    layers += request.extra_peak
     utilization = rules.utilization if request.utilization is None else request.utilization
     usable = int(device.memory_bytes * utilization)
     terms = _terms(request, rules, int(weights.total * share), max(layers, sampler), layers >= sampler, seqs, element)
@@ -385,6 +388,7 @@ def kv_blocks(
     max_num_seqs: int = 256,
     version: str = DEFAULT_VERSION,
     quantization: str | None = None,
+    extra_peak: int = 0,
 ) -> KVBudget:
     """The KV blocks that fit on each of `tp` devices. Raises SimError where there is no room for any."""
     request = MemoryRequest(
@@ -399,6 +403,7 @@ def kv_blocks(
         dtype=dtype,
         kv_dtype=kv_dtype,
         quantization=quantization,
+        extra_peak=extra_peak,
     )
     made = plan(request)
     if made.available < made.block_bytes:

@@ -24,6 +24,7 @@ from sim.calibration import Hull
 from sim.errors import SimError, StalledError
 from sim.executor import BEAM_CHURN, SimExecutor
 from sim.moves import FREE_MOVES, MoveTime
+from sim.oom import MemoryGuard
 from sim.replica import Replica
 from sim.steptime import StepTime
 from traces import NO_ID, Trace, TraceSource
@@ -221,6 +222,7 @@ def simulate(
     forks: bool = True,
     beam_churn: float = BEAM_CHURN,
     seed: int = 0,
+    guard: MemoryGuard | None = None,
 ) -> SimResult:
     """Serve a whole trace on one replica, in simulated time.
 
@@ -231,6 +233,8 @@ def simulate(
     blocks to record at most, in `recorder.blocks`, which turns fast_forward off; 0: none. `check` walks all state at
     each step. `stop` is asked now and then whether to leave off.
 
+    `guard` checks that each step fits the device, and ends the replica where one does not, if it is to.
+
     `moves` is what block moves cost. Every row generates `n` sequences, each of the trace's length: forked from one
     prompt (as a `beam`, which is reordered at each step with `beam_churn` and `seed`, see `beam_parents`), or, without
     `forks`, as n requests.
@@ -240,6 +244,9 @@ def simulate(
         StalledError: requests are left and nothing will ever happen; a bug of ours.
     """
     env = simpy.Environment(initial_time=0)
+    if guard is not None:
+        observe, stop = guard.watching(lambda: int(env.now), observe), guard.stopping(stop)
+        fast_forward = fast_forward and not guard.every_step
     scheduler = Scheduler(config)
     recorder = Recorder(scheduler, BlockRecorder(scheduler, record_blocks) if record_blocks else None)
     executor = SimExecutor(

@@ -19,7 +19,9 @@ from sim.releases import Release
 __all__ = [
     "cublas_bytes",
     "eager_attention_bytes",
+    "eager_decode_bytes",
     "layer_bytes",
+    "peak_bytes",
     "prompt_logprobs_bytes",
     "sampler_bytes",
     "sampler_persistent_bytes",
@@ -89,12 +91,19 @@ def sampler_persistent_bytes(kind: str, rows: int, spec: ModelSpec) -> int:
     return rows * (spec.vocab * 4 + -(-spec.vocab // 32) * 4) if kind == "flashinfer" else 0
 
 
-def prompt_logprobs_bytes(spec: ModelSpec, tokens: int, element: int = 2) -> int:
-    """Bytes of the logits of `tokens` prompt tokens and of their float32 log-probabilities.
+def eager_decode_bytes(spec: ModelSpec, context: int, tp: int = 1) -> int:
+    """The same of a batch of one-token rows over `context` cached tokens in all."""
+    return 2 * 4 * max(1, spec.heads // tp) * context
 
-    V1 takes them request by request, for the tokens of the step (gpu_model_runner._get_prompt_logprobs_dict).
+
+def prompt_logprobs_bytes(spec: ModelSpec, tokens: int, element: int = 2, engine: str = "V1") -> int:
+    """Bytes of the logits of `tokens` prompt tokens and of what becomes of them.
+
+    V1 keeps their float32 log-probabilities beside them, request by request
+    (gpu_model_runner._get_prompt_logprobs_dict); V0 has float32 logits, probabilities and log-probabilities of all rows
+    of a step at once (model_executor/layers/sampler.py).
     """
-    return tokens * spec.vocab * (element + 4)
+    return tokens * spec.vocab * (element + (4 if engine == "V1" else 12))
 
 
 def cublas_bytes(device: Device) -> int:
