@@ -19,19 +19,8 @@ __all__ = ["MODULES", "build", "prefer_compiled"]
 MODULES = {
     "engine.core": (
         *("types", "request", "cohort", "waiting", "pool", "extents", "index", "radix", "ranked", "identity"),
-        *(
-            "manager",
-            "contiguous",
-            "host",
-            "flight",
-            "fastforward",
-            "tiers",
-            "groups",
-            "scheduler",
-            "records",
-            "glide",
-            "drive",
-        ),
+        *("prefixstats", "manager", "contiguous", "host", "flight", "fastforward", "tiers", "groups", "scheduler"),
+        *("records", "glide", "drive"),
     ),
     "sim": ("steptime", "executor"),
 }

@@ -204,6 +204,9 @@ class Config:
     prefix_index: str = _option(
         "hash", "scheduler", "how cached prefixes are found (the same ones are)", choices=("hash", "radix")
     )
+    prefix_stats: bool = _option(
+        False, "scheduler", "keep account of why prompts were not hit: prefix.parquet and a line a tenant"
+    )
     eviction_policy: str = _option(
         "lru",
         "scheduler",

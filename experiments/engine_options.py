@@ -15,7 +15,7 @@ __all__ = ["engine_args"]
 
 _SHARED = (
     *("long_prefill_token_threshold", "long_prefill_threshold_alone", "watermark", "null_block"),
-    *("scheduler_reserve_full_isl", "same_step", "free_order", "prefix_index", "eviction_policy"),
+    *("scheduler_reserve_full_isl", "same_step", "free_order", "prefix_index", "prefix_stats", "eviction_policy"),
     *("victim_policy", "batching", "admission_reserve"),
     *("scheduling_policy", "block_size", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "policies"),
     *("allocator", "placement"),

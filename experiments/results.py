@@ -8,6 +8,7 @@
     timing.json        wall_s, cpu_s: what the command itself took
     replay.parquet     a real run: when each step was decided and ended, and what was taken in before it
     tokens.parquet     a real run: output tokens, stops and aborts
+    prefix.parquet     with --prefix-stats: what each prompt found in the prefix cache (see prefixtable.py)
     blocks.parquet     with --record-blocks: where every block was after each step (see blocks.py)
 
 Files appear whole or not at all. manifest.json says `complete: false` from the start, and `true` when all is written.
@@ -258,7 +259,7 @@ def begin(out: str, manifest: Mapping[str, Any]) -> Path:
         raise UsageError(f"--out {out} is a file; name a folder.")
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / "manifest.json", {**manifest, "complete": False})
-    for name in ("requests", "steps", "gaps", "replay", "tokens", "blocks"):
+    for name in ("requests", "steps", "gaps", "replay", "tokens", "blocks", "prefix"):
         (path / f"{name}.parquet").unlink(missing_ok=True)
     for name in ("summary", "timing", "prediction"):
         (path / f"{name}.json").unlink(missing_ok=True)

@@ -26,6 +26,7 @@ from experiments.config import Config
 from experiments.engine_options import engine_args
 from experiments.generate import EARLY
 from experiments.metrics import Tables, summarize
+from experiments.prefixtable import by_tenant, show_prefix, write_prefix
 from experiments.recording import write_recording
 from experiments.serving import mind_rejected, slo_of
 from experiments.simulate import show_summary
@@ -213,10 +214,16 @@ def run_trace(engine: Engine, config: Config, trace: Trace, terminal: Terminal) 
     if blocks is not None:
         write_blocks(folder, blocks, engine.config)
     mind_truncated(blocks, terminal)
+    prefix = served.recorder.prefix_rows
+    if prefix is not None:
+        write_prefix(folder, prefix)
+        summary["prefix"] = by_tenant(prefix)
     timing = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     results.finish(folder, manifest, tables, summary, timing, complete)
     mind_rejected(tables.requests, terminal)
     show_summary(summary, terminal, "Real" if complete else "Real, interrupted")
+    if prefix is not None:
+        show_prefix(prefix, terminal)
     terminal.note(f"Written to {folder} in {timing['wall_s']:.1f} s.")
     return summary
 

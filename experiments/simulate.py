@@ -22,6 +22,7 @@ from experiments.errors import UsageError
 from experiments.interruption import Interruption
 from experiments.metrics import Tables, summarize
 from experiments.oom import describe_oom, guard_of, show_oom, unprofiled_bytes
+from experiments.prefixtable import by_tenant, show_prefix, write_prefix
 from experiments.serving import mind_rejected, scheduler_config, slo_of
 from experiments.workload import load_trace
 from sim.moves import FREE_MOVES, MoveTime, cost_model, moves_of_device
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from engine.core.blockmap import BlockRecorder
     from engine.core.cost import CostModel
     from engine.core.presets import SchedulerConfig
+    from engine.core.types import PrefixRow
     from experiments.terminal import Terminal
     from sim.calibration import Calibration
     from sim.models import ModelSpec
@@ -70,6 +72,8 @@ class Prediction:
     blocks: BlockRecorder | None = None
     complete: bool = True
     """False: it was interrupted."""
+    prefix: list[PrefixRow] | None = None
+    """What each prompt found in the prefix cache, with --prefix-stats."""
 
 
 def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
@@ -82,6 +86,8 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     mind_rejected(prediction.tables.requests, terminal)
     mind_truncated(prediction.blocks, terminal)
     show(prediction, terminal)
+    if prediction.prefix is not None:
+        show_prefix(prediction.prefix, terminal)
     if not prediction.complete:
         terminal.warn(f"interrupted: {folder} holds what was simulated up to then.")
     terminal.note(f"Written to {folder} in {time.perf_counter() - wall:.1f} s.")
@@ -115,6 +121,8 @@ def simulate_into(
     results.write_json(folder / "prediction.json", prediction.about)
     if prediction.blocks is not None:
         write_blocks(folder, prediction.blocks, options)
+    if prediction.prefix is not None:
+        write_prefix(folder, prediction.prefix)
     timing = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     results.finish(folder, manifest, prediction.tables, prediction.summary, timing, prediction.complete)
     return folder, prediction
@@ -282,7 +290,10 @@ def _predict(
                 about["band"] = calibration.band
                 about["bands"] = _bands([summary, *others.values()])
                 about["elasticity"] = _elasticity(others["low"], others["high"], calibration.band)
-    return Prediction(tables, summary, about, found.recorder.blocks, not interrupted())
+    prefix = found.recorder.prefix_rows
+    if prefix is not None:
+        summary["prefix"] = by_tenant(prefix)
+    return Prediction(tables, summary, about, found.recorder.blocks, not interrupted(), prefix)
 
 
 def _run(

@@ -78,6 +78,8 @@ class _Specs:
         self.output: list[int] = trace.output_tokens.tolist()
         self._max_tokens = max_tokens
         self._shared = trace.shared_prompt_tokens().tolist() if self._caching else []
+        if config.prefix_stats:
+            self._shared = self._prompt  # what is nobody else's may still be another tenant's, under another salt
         self._output_id = trace.output_ids.tolist()
         self._priority = trace.priority.tolist()
         self._deadline = trace.deadline.tolist()

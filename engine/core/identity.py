@@ -34,6 +34,8 @@ class TokenIdentity:
             root += tag + len(value).to_bytes(8, "little") + value
         self._root = blake2b(root, digest_size=16).digest()
         self._keys: list[bytes] = []
+        self._bare: TokenIdentity | None = None
+        """The same tokens without salt and adapter, where somebody asked."""
 
     @property
     def shared_tokens(self) -> int:
@@ -54,6 +56,14 @@ class TokenIdentity:
             keys.append(blake2b(parent + array("q", block).tobytes(), digest_size=16).digest())
         return BlockHash(keys[index])
 
+    def bare_key(self, index: int) -> BlockHash:
+        if self._root == _BARE_ROOT:
+            return self.key(index)
+        if self._bare is None:
+            self._bare = TokenIdentity((), self._block_size)
+            self._bare.tokens = self.tokens  # the same list: it grows with this one
+        return self._bare.key(index)
+
     def append(self, token: int) -> None:
         self.tokens.append(token)
 
@@ -62,6 +72,9 @@ class TokenIdentity:
         child._root = self._root
         child._keys = list(self._keys)
         return child
+
+
+_BARE_ROOT = TokenIdentity((), 1)._root
 
 
 class SpanIdentity:
@@ -114,6 +127,10 @@ class SpanIdentity:
         span = bisect_right(self._starts, last) - 1
         name = (self._ids[span] << _POSITION_BITS) | last
         return BlockHash((self._salt, name) if self._salt else name)
+
+    def bare_key(self, index: int) -> BlockHash:
+        key = self.key(index)
+        return BlockHash(key[1]) if isinstance(key, tuple) else key
 
     def append(self, token: int) -> None:
         """Tokens carry no content here."""

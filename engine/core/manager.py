@@ -18,6 +18,7 @@ from engine.core.errors import InvariantError, NoFreeBlocks
 from engine.core.index import HashIndex, PrefixIndex
 from engine.core.policies import Eviction
 from engine.core.pool import BlockPool
+from engine.core.prefixstats import PrefixStats
 from engine.core.radix import RadixIndex
 from engine.core.ranked import RankedOrder
 from engine.core.request import RUNNING, Request
@@ -58,6 +59,8 @@ class BlockManager:
         """Requests that may share the block that they write to next, since they forked: it is copied first."""
         self.new_keys: list[tuple[BlockHash, BlockId]] | None = None
         """Where set to a list, whatever is published is noted in it."""
+        self.stats: PrefixStats | None = None
+        """Where set, it is told of whatever is published."""
         self.run_unreachable: list[int] = []
         """`reserved_cannot` after each step of the last `append_block_each`, where runs are reserved."""
         self._copies: list[BlockCopy] = []
@@ -290,6 +293,8 @@ class BlockManager:
             if self.new_keys is not None:
                 self.new_keys.append((key, table[i]))
             parent = table[i]
+        if self.stats is not None:
+            self.stats.published(request, start, stop)
         self.pool.keep(table[start:stop])
         request.published = stop
 

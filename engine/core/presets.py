@@ -69,6 +69,8 @@ class SchedulerConfig:
     """Which free blocks are used first: see engine.core.pool."""
     prefix_index: str = "hash"
     """How cached prefixes are found: `hash` (a dictionary of chained keys) or `radix` (a tree); the same are."""
+    prefix_stats: bool = False
+    """Whether to keep account of why prompts were not hit: see engine.core.prefixstats."""
     eviction_policy: str = "lru"
     """Which cached block is given up when there is no blank one: `lru`, or see engine.core.eviction."""
     allocator: str = "paged"
@@ -129,6 +131,8 @@ class SchedulerConfig:
             raise ConfigError(f"host_tier needs allocator paged, but it is {self.allocator!r}, which caches nothing")
         if self.host_tier and (self.batching != "mixed" or any(isinstance(p, Batching) for p in self.policies)):
             raise ConfigError("host_tier needs batching 'mixed': a load would make other ways of batching wait")
+        if self.prefix_stats and not self.caches_prefixes:
+            raise ConfigError("prefix_stats needs enable_prefix_caching and allocator paged: without, nothing is hit")
         choices = {
             "preemption_mode": PREEMPTION_MODES,
             "same_step": SAME_STEP,

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.core.blockmap import BlockRecorder
 from engine.core.scheduler import Scheduler
-from engine.core.types import Finish, PlanItem, RequestSpec, StepEvents, StepOutcome, StepPlan, Usage
+from engine.core.types import Finish, PlanItem, PrefixRow, RequestSpec, StepEvents, StepOutcome, StepPlan, Usage
 
 __all__ = ["REQUEST_COLUMNS", "STEP_COLUMNS", "DecisionLog", "Lists", "Recorder"]
 
@@ -175,6 +175,12 @@ class Recorder:
         self._run_reserved = (_ListColumn(), _ListColumn())
         self._gaps = array("q")
         self._lost = 0
+
+    @property
+    def prefix_rows(self) -> list[PrefixRow] | None:
+        """What each prompt found in the prefix cache, where the scheduler keeps account of it (`prefix_stats`)."""
+        stats = self._scheduler.prefix_stats
+        return None if stats is None else stats.rows()
 
     # ---- requests ----
 

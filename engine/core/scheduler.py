@@ -28,6 +28,7 @@ from engine.core.flight import CohortRows, InFlight
 from engine.core.host import HostBlocks, Transfers
 from engine.core.manager import BlockManager
 from engine.core.policies import MIXED, Batch, Eviction, RequestView, StepView
+from engine.core.prefixstats import PrefixStats
 from engine.core.presets import SchedulerConfig
 from engine.core.request import FINISHED, RUNNING, WAITING, Group, Request
 from engine.core.types import (
@@ -135,6 +136,8 @@ class Scheduler:
         if config.host_tier and self.host is not None:
             self.transfers = Transfers(self.host, self.manager.pool, config.transfer_lease_ns)
             self.manager.new_keys = []
+        self.prefix_stats = PrefixStats(config.block_size) if config.prefix_stats else None
+        self.manager.stats = self.prefix_stats
         self._indexes_all = config.host_tier or self.manager.ranked is not None
         """Whether content that nobody else can have is published like any other."""
         self._share = config.same_step == "share"
@@ -598,6 +601,8 @@ class Scheduler:
             if request.host:
                 tiers.swap_in(self, request, len(hits))
             self._start_running(request, start, len(hits) * config.block_size)
+            if self.prefix_stats is not None:
+                self.prefix_stats.admitted(request, len(hits), len(sources))
             if sources:
                 tiers.start_load(self, request, len(hits), sources, now)
                 continue

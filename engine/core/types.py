@@ -55,6 +55,10 @@ class BlockIdentity(Protocol):
         """The key of full block `index`; its last token must be known."""
         ...
 
+    def bare_key(self, index: int) -> BlockHash:
+        """The same for the content alone, whatever the salt and the adapter: equal for all who could share it."""
+        ...
+
     def append(self, token: int) -> None:
         """One generated token became known: in order, but several at once where nobody asked in between; and maybe
         never where `shares_output` is false."""
@@ -63,6 +67,23 @@ class BlockIdentity(Protocol):
     def fork(self) -> BlockIdentity:
         """The identity of another sequence with the same tokens so far."""
         ...
+
+
+class PrefixRow(NamedTuple):
+    """What a request's prompt found in the prefix cache, in tokens (see engine.core.prefixstats)."""
+
+    request: int
+    tenant: int
+    asked_tokens: int
+    """The prompt: the sum of those below."""
+    hit_tokens: int
+    """In the device's cache."""
+    host_hit_tokens: int
+    """In the host tier."""
+    never_seen_tokens: int
+    evicted_tokens: int
+    other_salt_tokens: int
+    short_tokens: int
 
 
 class RequestSpec(NamedTuple):

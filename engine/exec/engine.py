@@ -84,6 +84,7 @@ class EngineArgs:
     allocator: str | None = None
     placement: str | None = None
     prefix_index: str | None = None
+    prefix_stats: bool = False
     eviction_policy: str | None = None
     scheduling_policy: str | None = None
     victim_policy: str | None = None
@@ -520,6 +521,7 @@ def _scheduler_config(args: EngineArgs, model: DecoderConfig, dtype: torch.dtype
         "allocator",
         "placement",
         "prefix_index",
+        "prefix_stats",
         "eviction_policy",
         "scheduling_policy",
         "victim_policy",

@@ -31,6 +31,7 @@ from engine.core.index import HashIndex
 from engine.core.manager import BlockManager
 from engine.core.orders import FairShare
 from engine.core.pool import BlockPool, LazyQueue
+from engine.core.prefixstats import PrefixStats
 from engine.core.radix import RadixIndex
 from engine.core.ranked import RankedOrder
 from engine.core.records import Recorder
@@ -1142,6 +1143,31 @@ MUTANTS: list[Mutant] = [
         "append_block_each",
         "self.run_unreachable.append(self._cannot)",
         "self.run_unreachable.append(self.run_unreachable[0] if self.run_unreachable else self._cannot)",
+    ),
+    # The account of prefix misses.
+    _mutant(
+        "another tenant's content is a first sight",
+        "prefix misses",
+        PrefixStats,
+        "admitted",
+        "elif identity.bare_key(i) in self._bare:",
+        "elif False:",
+    ),
+    _mutant(
+        "the last block of a prompt is a miss of the cache",
+        "prefix misses",
+        PrefixStats,
+        "admitted",
+        "(asked - 1) // size",
+        "asked // size",
+    ),
+    _mutant(
+        "what was evicted has never been seen",
+        "prefix misses",
+        PrefixStats,
+        "published",
+        "self._seen.add(key)",
+        "pass",
     ),
 ]
 

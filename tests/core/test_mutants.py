@@ -20,6 +20,7 @@ import test_manager
 import test_outputs_and_hits
 import test_policies
 import test_pool
+import test_prefix_stats
 import test_tiers
 from core_kit import Case, Job, PulseAdmission, aborts_everywhere, decodes_behind_chunks, followers_everywhere
 from hypothesis import HealthCheck, Phase, given, settings
@@ -188,6 +189,7 @@ CHECKS: dict[str, Callable[[], object]] = {
     "pulses": pulses,
     "narrow": narrow,
     "same block again": same_block_again,
+    "prefix misses": test_prefix_stats.test_each_reason_is_told_from_the_others,
     "promises": test_tiers.test_what_a_loading_prompt_still_needs_is_promised_to_it,
     "extents": extents,
     "contiguous": contiguous,
