@@ -27,8 +27,8 @@ class Replica:
 
     `finished` is called with the request and the time, once for each request that was accepted, when it ends, also by
     an abort. `process` is the simpy process; it ends when the inbox is closed and nothing is left, or at the first
-    step at which `stop` says so. `foretold`: all that comes, comes through an inbox that tells its time ahead, `wake` is
-    never called, and nobody looks at the requests meanwhile.
+    step at which `stop` says so. `foretold`: all that comes, comes through an inbox that tells its time ahead, `wake`
+    is never called, and nobody looks at the requests meanwhile.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from engine.core.records import Recorder
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.types import NO_LIMIT, Finish, GlideExecutor
+from engine.core.types import Finish, GlideExecutor
 
 __all__ = ["can_glide", "glide", "is_plain"]
 
