@@ -174,6 +174,31 @@ COMMANDS: dict[str, Command] = {
         ),
         required=("out",),
     ),
+    "validate": Command(
+        "simulate a real serving run from its log, and say how far off that is",
+        "experiments.validate:execute",
+        options=(
+            "hardware",
+            "calibration",
+            "bands",
+            "num_gpu_blocks_override",
+            "gpu_memory_utilization",
+            "out",
+        ),
+        arguments=(
+            _argument(
+                "run", help="the folder of a run, or what `vllm bench serve --save-detailed` saved", metavar="RUN_DIR"
+            ),
+            _argument("--predict-blocks", help="KV blocks by the memory model, not as recorded", action="store_true"),
+            _argument("--model", help="a preset or config.json, where engine.json names none", metavar="NAME"),
+            _argument(
+                "--step-time",
+                help="auto: the run's kernel tables; six-terms: the formula, fitted to a sweep of those tables",
+                choices=("auto", "six-terms"),
+                default="auto",
+            ),
+        ),
+    ),
     "ab": Command(
         "two policies, presets or options on one trace, in the simulator and on the engine",
         "experiments.ab:execute",

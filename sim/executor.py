@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from engine.core.types import NO_LIMIT, Finish, PlanView, StepOutcome, StepPlan, TransferEnd
 from sim.errors import SimError
 from sim.moves import FREE_MOVES, MoveTime
-from sim.steptime import BatchShape, StepTime
+from sim.steptime import BatchShape, StepModel
 
 __all__ = ["BEAM_CHURN", "SimExecutor", "beam_parents", "shape_of"]
 
@@ -68,7 +68,7 @@ class SimExecutor:
 
     def __init__(
         self,
-        step_time: StepTime,
+        step_time: StepModel,
         *,
         moves: MoveTime = FREE_MOVES,
         beam_churn: float = BEAM_CHURN,
@@ -78,6 +78,9 @@ class SimExecutor:
         if not 0.0 <= beam_churn <= 1.0:
             raise SimError(f"beam_churn must be from 0 to 1, not {beam_churn!r}.")
         self._model = step_time
+        self._needs_rows = step_time.needs_rows
+        self._contexts: tuple[int, ...] = ()
+        """What the decodes of the newest explicit plan had in the cache, longest first; only where the model asks."""
         self._moves = moves
         self._churn = beam_churn
         self._seed = seed
@@ -119,7 +122,7 @@ class SimExecutor:
         if self.stops:
             self._follow(plan)
         start = max(self._free_at, now)
-        computing = self._model.duration(shape_of(plan), plan.seq) if plan.num_rows else 0
+        computing = self._model.duration(self._shape(plan), plan.seq) if plan.num_rows else 0
         end = start
         ended: tuple[TransferEnd, ...] = ()
         if plan.swap_out or plan.swap_in or plan.copies or plan.transfers or plan.revoked or self._transfers:
@@ -141,6 +144,14 @@ class SimExecutor:
             return StepOutcome(end, None, finished)
         parents, transfers = self._told.pop(plan.seq, ({}, ()))
         return StepOutcome(end, None, finished, parents or None, transfers)
+
+    def _shape(self, plan: StepPlan) -> BatchShape:
+        if not self._needs_rows:
+            return shape_of(plan)
+        rows = [(item.num_tokens, item.start) for item in (*plan.prefills, *plan.decodes.rows())]
+        shape = BatchShape.from_rows(rows, len(plan.admitted))
+        self._contexts = shape.contexts
+        return shape
 
     # ---- block moves ----------------------------------------------------------------------------------------------
 
@@ -226,7 +237,7 @@ class SimExecutor:
         rows = newest.decodes.num
         context = newest.decodes.context_tokens + rows
         ends = [end for _, end, _ in self._flight]
-        ends += self._model.decode_ends(rows, context, turns, newest.seq + 1, last)
+        ends += self._model.decode_ends(rows, context, turns, newest.seq + 1, last, self._contexts)
         self._preview = ends
         return ends[:turns]
 

@@ -203,6 +203,15 @@ _SPECS = [
     _llama("qwen3-4b", (36, 2560, 9728, 32, 8, 128), 151936, 40960, tied=True, qk_norm=True),
     _llama("qwen3-8b", (36, 4096, 12288, 32, 8, 128), 151936, 40960, qk_norm=True),
     _llama("qwen3-14b", (40, 5120, 17408, 40, 8, 128), 151936, 40960, qk_norm=True),
+    _llama(
+        "qwen3-30b-a3b",
+        (48, 2048, 768, 32, 4, 128),
+        151936,
+        40960,
+        experts=128,
+        experts_per_token=8,
+        qk_norm=True,
+    ),
     _llama("qwen3-32b", (64, 5120, 25600, 64, 8, 128), 151936, 40960, qk_norm=True),
 ]
 
@@ -216,6 +225,7 @@ _ALIASES = {
     "mixtral-8x7b-v0.1": "mixtral-8x7b",
     "llama-3-8b-instruct": "llama-3-8b",
     "meta-llama-3-8b": "llama-3-8b",
+    "qwen3-30b-a3b-instruct-2507": "qwen3-30b-a3b",
     "meta-llama-3-70b": "llama-3-70b",
 }
 _SUFFIXES = ("-hf", "-v0.1", "-instruct", "-chat", "-base")
@@ -246,6 +256,7 @@ _ARCHITECTURES = {
     "qwen2": (True, False, False),
     "qwen3": (False, True, False),
     "mixtral": (False, False, True),
+    "qwen3_moe": (False, True, True),
 }
 
 
@@ -274,7 +285,7 @@ def from_config(config: Mapping[str, Any], name: str | None = None) -> ModelSpec
         name=label,
         layers=number("num_hidden_layers"),
         hidden=hidden,
-        intermediate=number("intermediate_size"),
+        intermediate=number("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
         heads=heads,
         kv_heads=number("num_key_value_heads", heads),
         head_dim=head_dim,
@@ -282,7 +293,11 @@ def from_config(config: Mapping[str, Any], name: str | None = None) -> ModelSpec
         max_position=number("max_position_embeddings", 2048),
         # The default in transformers is untied for these families.
         tied=bool(config.get("tie_word_embeddings", False)),
-        experts=number("num_local_experts", 8) if moe else 0,
+        experts=number(
+            "num_experts" if kind == "qwen3_moe" else "num_local_experts", None if kind == "qwen3_moe" else 8
+        )
+        if moe
+        else 0,
         experts_per_token=number("num_experts_per_tok", 2) if moe else 0,
         qkv_bias=bool(config.get("attention_bias", bias)) if kind != "qwen2" else True,
         qk_norm=qk_norm,

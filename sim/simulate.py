@@ -26,10 +26,10 @@ from sim.executor import BEAM_CHURN, SimExecutor
 from sim.moves import FREE_MOVES, MoveTime
 from sim.oom import MemoryGuard
 from sim.replica import Replica
-from sim.steptime import StepTime
+from sim.steptime import StepModel
 from traces import NO_ID, Trace, TraceSource
 
-__all__ = ["SimResult", "TraceInbox", "share_outside_hull", "simulate", "spec_of"]
+__all__ = ["SimResult", "TraceInbox", "TraceSpecs", "share_outside_hull", "simulate", "spec_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SimResult:
 
     recorder: Recorder
     scheduler: Scheduler
-    step_time: StepTime
+    step_time: StepModel
     end_ns: int
     """Simulated time at which nothing was left."""
     complete: bool = True
@@ -57,7 +57,7 @@ class SimResult:
         return self.recorder.gaps()
 
 
-class _Specs:
+class TraceSpecs:
     """Makes the core's request of a row of a trace; columns as plain Python numbers, for speed."""
 
     def __init__(
@@ -124,7 +124,7 @@ def spec_of(
     trace: Trace, row: int, arrival: int, config: SchedulerConfig, max_tokens: int | None = None
 ) -> RequestSpec:
     """The core's request of one row of a trace, which arrives at `arrival` ns."""
-    return _Specs(trace, config, max_tokens).make(row, arrival)
+    return TraceSpecs(trace, config, max_tokens).make(row, arrival)
 
 
 class TraceInbox:
@@ -144,7 +144,7 @@ class TraceInbox:
         self._source = source
         self._copies = 1 if forks or beam else n
         """Requests that a row is served as."""
-        self._specs = _Specs(trace, config, max_tokens, n if self._copies == 1 else 1, beam)
+        self._specs = TraceSpecs(trace, config, max_tokens, n if self._copies == 1 else 1, beam)
         self._specs.twins = self._copies > 1
         self._executor = executor
         self._max_tokens = max_tokens
@@ -208,7 +208,7 @@ class TraceInbox:
 def simulate(
     trace: Trace,
     config: SchedulerConfig,
-    step_time: StepTime,
+    step_time: StepModel,
     *,
     max_tokens: int | None = None,
     time_scale: float = 1.0,

@@ -24,7 +24,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,6 +36,7 @@ __all__ = [
     "ROOFLINE_LABEL",
     "Assumptions",
     "BatchShape",
+    "StepModel",
     "StepTime",
     "allreduce_ns",
     "noise_factor",
@@ -66,6 +67,10 @@ class BatchShape(NamedTuple):
     new_requests: int = 0
     max_context: int = 0
     """The longest row's tokens, new ones included."""
+    contexts: tuple[int, ...] = ()
+    """Tokens in the cache of each row with one new token, longest first. Told only to models that need it."""
+    prefills: tuple[tuple[int, int], ...] = ()
+    """(new tokens, cached tokens) of each row with more than one new token. Told only to models that need it."""
 
     @property
     def has_prefill(self) -> bool:
@@ -76,6 +81,8 @@ class BatchShape(NamedTuple):
     def from_rows(cls, rows: Iterable[tuple[int, int]], new_requests: int = 0) -> BatchShape:
         """The shape of rows (new tokens q, cached tokens c)."""
         tokens = decodes = context = work = count = longest = 0
+        prefills = []
+        contexts = []
         for q, c in rows:
             tokens += q
             count += 1
@@ -83,9 +90,22 @@ class BatchShape(NamedTuple):
             if q == 1:
                 decodes += 1
                 context += c
+                contexts.append(c)
             else:
                 work += q * c + q * (q + 1) // 2
-        return cls(tokens, decodes, context, work, count, new_requests, longest)
+                prefills.append((q, c))
+        contexts.sort(reverse=True)
+        return cls(tokens, decodes, context, work, count, new_requests, longest, tuple(contexts), tuple(prefills))
+
+    def grown(self, steps: int) -> BatchShape:
+        """The shape of the batch that repeats this one so many steps later: every decode has that many tokens more."""
+        if not steps:
+            return self
+        return self._replace(
+            context_tokens=self.context_tokens + steps * self.num_decodes,
+            max_context=self.max_context + steps,
+            contexts=tuple(c + steps for c in self.contexts),
+        )
 
 
 def noise_factor(seed: int, step: int, sigma: float) -> float:
@@ -120,9 +140,50 @@ def noise_factors(seed: int, first: int, count: int, sigma: float) -> np.ndarray
     return factors
 
 
+class StepModel(Protocol):
+    """What a simulation asks how long steps take. All times in ns; a step takes at least 1."""
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether batches have to tell `contexts` and `prefills`."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """What the times rest on, as printed beside each prediction."""
+        ...
+
+    def duration(self, batch: BatchShape, step: int = 0) -> int:
+        """One step; `step` numbers it."""
+        ...
+
+    def durations(self, batch: BatchShape, k: int = 1, step: int = 0) -> np.ndarray:
+        """k steps, the first being `batch`, each with one more cached token a decode: int64[k]."""
+        ...
+
+    def decode_ends(
+        self, rows: int, context: int, k: int, step: int, start: int, contexts: tuple[int, ...] = ()
+    ) -> list[int]:
+        """When k consecutive steps of `rows` decodes end, from `start` on; `context` is K of the first of them.
+
+        `contexts` are the rows' own, longest first, up to a number that is the same for all; for models that need it.
+        """
+        ...
+
+    def scaled(self, factor: float) -> StepModel:
+        """The same with every step `factor` times as long."""
+        ...
+
+    def with_overlap(self, steps_in_flight: int) -> StepModel:
+        """The same for an engine that keeps that many steps in flight."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepTime:
     """The six-term model. Times in nanoseconds."""
+
+    needs_rows: ClassVar[bool] = False
 
     step: float = 0.0
     """a0."""
@@ -188,7 +249,7 @@ class StepTime:
 
     def duration(self, batch: BatchShape, step: int = 0) -> int:
         """Nanoseconds of one step; `step` numbers it for the noise. At least 1."""
-        n, _, context, work, rows, new, _ = batch
+        n, _, context, work, rows, new = batch[:6]
         slope = self.context + self.context_mixed if work else self.context
         time = (self.tokens_ns(n) + self.work * work + self.row * rows) + slope * context
         cpu = self.cpu_step + self.cpu_row * rows + self.cpu_new * new
@@ -208,7 +269,7 @@ class StepTime:
         """
         if k == 1:
             return np.array([self.duration(batch, step)], dtype=np.int64)
-        n, decodes, context, work, rows, new, _ = batch
+        n, decodes, context, work, rows, new = batch[:6]
         slope = self.context + self.context_mixed if work else self.context
         contexts = context + decodes * np.arange(k, dtype=np.int64)
         times = (self.tokens_ns(n) + self.work * work + self.row * rows) + slope * contexts
@@ -219,7 +280,9 @@ class StepTime:
         rounded: np.ndarray = np.maximum((times + 0.5).astype(np.int64), 1)
         return rounded
 
-    def decode_ends(self, rows: int, context: int, k: int, step: int, start: int) -> list[int]:
+    def decode_ends(
+        self, rows: int, context: int, k: int, step: int, start: int, contexts: tuple[int, ...] = ()
+    ) -> list[int]:
         """When k consecutive steps of `rows` decodes end, from `start` ns on; `context` is K of the first of them.
 
         The same as adding up `durations`, only quicker where k is small.

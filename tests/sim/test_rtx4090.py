@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
-from kernel_table import KernelTable
 
 from engine.core.presets import SchedulerConfig, preset
+from experiments.config import Config
+from experiments.rundir import RealRun, read_run
+from experiments.validate import Basis, basis_of, compare_run, predict
 from sim import models
-from sim.calibration import Calibration, calibrate
 from sim.hardware import device
 from sim.simulate import SimResult, simulate
 from sim.steptime import roofline
-from sim.sweep import Limits, SweepBatch, pick_trace_like, sweep
-from traces import Trace, make_trace
+from traces import Trace
 
 BLOCKS = 2587
-LIMITS = Limits(max_rows=256, max_tokens=2048, max_context=8192, pool_tokens=BLOCKS * 16)
 
 
 @pytest.fixture(scope="module")
@@ -33,47 +31,19 @@ def served(folder: Path) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def trace(folder: Path, served: pd.DataFrame) -> Trace:
+def run(folder: Path) -> RealRun:
+    return read_run(folder)
+
+
+@pytest.fixture(scope="module")
+def trace(run: RealRun) -> Trace:
     """What the engine got, and which blocks of the prompts are equal."""
-    blocks = np.load(folder / "prompt_blocks.npz")
-    offsets, ids, tokens = [0], [], []
-    for i, length in enumerate(served["prompt_tokens"].tolist()):
-        full = blocks["block_ids"][blocks["offsets"][i] : blocks["offsets"][i + 1]].tolist()
-        ids += full
-        tokens += [16] * len(full)
-        if length > 16 * len(full):
-            ids.append(10**9 + i)
-            tokens.append(length - 16 * len(full))
-        offsets.append(len(ids))
-    arrival = (served["arrival_s"] * 1e9).round().astype(np.int64)
-    return make_trace(arrival, served["prompt_tokens"], served["output_tokens"], spans=(offsets, ids, tokens))
+    return run.trace
 
 
 @pytest.fixture(scope="module")
 def options() -> SchedulerConfig:
     return SchedulerConfig(num_blocks=BLOCKS, max_model_len=32768, steps_in_flight=2, **preset("vllm-0.19"))
-
-
-def fit(table: KernelTable, batches: list[SweepBatch]) -> Calibration:
-    """The six terms, from the table's times of a sweep."""
-    rows = []
-    for batch in batches:
-        shape = batch.shape()
-        rows.append(
-            {
-                "kind": batch.kind,
-                "n_tokens": shape.num_tokens,
-                "n_rows": shape.rows,
-                "n_decodes": shape.num_decodes,
-                "decode_context_tokens": shape.context_tokens,
-                "prefill_tokens": sum(q for q, _ in batch.rows if q > 1),
-                "prefill_context_work": shape.prefill_work,
-                "max_context": shape.max_context,
-                "wall_ns_median": table.step_ns(batch.rows),
-            }
-        )
-    about = {"model": "llama-3.1-8b", "device": "rtx4090", "graph_sizes": table.graph_sizes}
-    return calibrate(pd.DataFrame(rows), about)
 
 
 def errors(result: SimResult, served: pd.DataFrame) -> dict[str, float]:
@@ -95,30 +65,41 @@ def errors(result: SimResult, served: pd.DataFrame) -> dict[str, float]:
     return found | {"preemptions": int(ours["num_preemptions"].sum())}
 
 
-def test_six_terms_fitted_on_a_sweep_predict_the_run(
-    folder: Path, served: pd.DataFrame, trace: Trace, options: SchedulerConfig
-) -> None:
-    """With a sweep of at most 300 batches and nothing fitted to the run: TPOT within 3 %, TTFT within 4 %, latency in
-    between, single requests within 5 %, 180 to 215 preemptions."""
-    table = KernelTable(folder)
-    first = fit(table, sweep(LIMITS))
-    steps: list[list[tuple[int, int]]] = []
+def report_of(run: RealRun, basis: Basis) -> dict[str, float]:
+    """What validate.json says, in percent: errors of means (from queued on), and of single requests."""
+    report = compare_run(run, basis, predict(run, basis), bands=False)
+    found = {
+        name: report["metrics"][column]["mean"]["error_pct"]
+        for name, column in (("ttft", "ttft_queued_s"), ("tpot", "tpot_s"), ("latency", "e2e_queued_s"))
+    }
+    found["single_ttft"] = report["per_request_mape_pct"]["ttft_queued_s"]
+    found["single_latency"] = report["per_request_mape_pct"]["e2e_queued_s"]
+    return found | {name: report[name] for name in ("num_preemptions", "running_mean_abs_error", "kv_blocks")}
 
-    def observe(plan) -> None:
-        steps.append([(row.num_tokens, row.start) for row in (*plan.prefills, *plan.decodes.rows())])
 
-    simulate(trace, options, first.step_time(), fast_forward=False, observe=observe)
-    batches = sweep(LIMITS, trace_like=pick_trace_like(steps, LIMITS))
-    assert len(batches) <= 300
-    calibration = fit(table, batches)
-    assert abs(calibration.errors["all"].bias) < 0.01
-    found = errors(simulate(trace, options, calibration.step_time()), served)
-    assert abs(found["tpot"]) < 0.03
-    assert abs(found["ttft"]) < 0.04
-    assert abs(found["latency"]) < 0.04
-    assert found["single_ttft"] < 0.05
-    assert found["single_latency"] < 0.03
-    assert 180 <= found["preemptions"] <= 215
+def test_kernel_tables_predict_the_run(run: RealRun) -> None:
+    """With the tables of that GPU, the recorded blocks and nothing fitted to the run: means within 1.5 %, single
+    latencies within 1.5 % and first tokens within 5 %, 180 to 215 preemptions."""
+    found = report_of(run, basis_of(run, Config()))
+    assert found["kv_blocks"] == BLOCKS
+    assert max(abs(found[name]) for name in ("ttft", "tpot", "latency")) < 1.5
+    assert found["single_latency"] < 1.5
+    assert found["single_ttft"] < 5
+    assert 180 <= found["num_preemptions"] <= 215
+    assert found["running_mean_abs_error"] < 1.0
+
+
+def test_six_terms_fitted_on_a_sweep_predict_the_run(run: RealRun) -> None:
+    """With a sweep of at most 300 batches of those tables: TPOT within 3 %, TTFT within 4 %, latency in between, single
+    requests within 5 %, 180 to 215 preemptions."""
+    basis = basis_of(run, Config(), form="six-terms")
+    assert "calibrated on" in basis.step_time.label
+    found = report_of(run, basis)
+    assert abs(found["tpot"]) < 3
+    assert abs(found["ttft"]) < 4
+    assert abs(found["latency"]) < 4
+    assert found["single_ttft"] < 5
+    assert 180 <= found["num_preemptions"] <= 215
 
 
 def test_the_roofline_is_as_far_off_as_it_says(served: pd.DataFrame, trace: Trace, options: SchedulerConfig) -> None:
