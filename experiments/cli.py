@@ -182,7 +182,6 @@ COMMANDS: dict[str, Command] = {
             "calibration",
             "bands",
             "num_gpu_blocks_override",
-            "gpu_memory_utilization",
             "out",
         ),
         arguments=(

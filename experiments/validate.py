@@ -153,25 +153,32 @@ def _kv_blocks(facts: EngineFacts, config: Config, predict_blocks: bool) -> tupl
             "The run records no KV blocks, and no hardware to predict them from: give --hardware or "
             "--num-gpu-blocks-override."
         )
-    from sim.memory import kv_blocks
+    from sim.memory import DEFAULT_VERSION, MemoryRequest, plan
 
     spec = facts.model
     if facts.expert_ranks > 1:
         # Each rank holds its share of the experts, whole.
         experts = max(1, spec.experts // facts.expert_ranks)
         spec = replace(spec, experts=experts, experts_per_token=min(experts, spec.experts_per_token))
-    budget = kv_blocks(
-        spec,
-        facts.hardware,
-        facts.utilization or config.gpu_memory_utilization,
-        facts.tp,
-        facts.block_size,
-        facts.dtype,
-        facts.kv_dtype,
-        facts.max_num_batched_tokens,
-        facts.max_num_seqs,
+    made = plan(
+        MemoryRequest(
+            spec,
+            facts.hardware,
+            facts.version or DEFAULT_VERSION,
+            facts.tp,
+            utilization=facts.utilization,
+            max_model_len=facts.max_model_len,
+            max_num_seqs=facts.max_num_seqs,
+            max_num_batched_tokens=facts.max_num_batched_tokens,
+            block_size=facts.block_size,
+            dtype=facts.dtype,
+            kv_dtype=facts.kv_dtype,
+            enforce_eager=not facts.graph_sizes,
+        )
     )
-    return usable_blocks(budget.num_blocks, facts.preset), "predicted"
+    if made.refusal is not None:
+        raise UsageError(f"By the memory model the run would not have started: {' '.join(made.refusal.split())}")
+    return usable_blocks(made.num_blocks, facts.preset), "predicted"
 
 
 def _step_time(

@@ -170,6 +170,13 @@ class StepModel(Protocol):
         """
         ...
 
+    def ends_until(self, rows: int, context: int, k: int, step: int, start: int, until: int) -> list[int]:
+        """`decode_ends` of at most k steps (1 or more): the last is the first of them that ends at or after `until`.
+
+        Only asked of models that need no rows.
+        """
+        ...
+
     def scaled(self, factor: float) -> StepModel:
         """The same with every step `factor` times as long."""
         ...

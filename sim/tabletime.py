@@ -15,7 +15,7 @@ rank's attention, and compute what all ranks' tokens send them, between an all-g
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -133,6 +133,11 @@ class TableTime:
             end += self._total(rows, rows, 0, attention)
             ends.append(end)
         return ends
+
+    def ends_until(self, rows: int, context: int, k: int, step: int, start: int, until: int) -> list[int]:
+        """`decode_ends` of at most k steps of equal rows: the last is the first that ends at or after `until`."""
+        ends = self.decode_ends(rows, context, k, step, start)
+        return ends[: bisect_left(ends, until) + 1]
 
     def _total(self, n: int, rows: int, new: int, attention: float) -> int:
         group = self.group
