@@ -109,14 +109,14 @@ class TraceFile:
             return {}
         try:
             row = json.loads(first)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             return {}
         return row if isinstance(row, dict) else {}
 
     def columns(self) -> list[str]:
         """The names in the first line of a CSV file."""
         first = (self.head(1) or [""])[0]
-        return [] if first.startswith(("{", "[")) else [name.strip() for name in next(csv.reader([first]), [])]
+        return [] if first.startswith(("{", "[")) else [name.strip() for name in _cells(first)]
 
     def csv_rows(self, needed: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
         """(line number, the cells of the columns `needed`, in that order) of a CSV file with a header.
@@ -125,7 +125,7 @@ class TraceFile:
         """
         lines = self.lines()
         number, header = next(lines)
-        names = [name.strip() for name in next(csv.reader([header]))]
+        names = [name.strip() for name in _cells(header)]
         missing = [name for name in needed if name not in names]
         if missing:
             raise self.error(
@@ -135,7 +135,7 @@ class TraceFile:
             )
         places = [names.index(name) for name in needed]
         for number, line in lines:
-            cells = next(csv.reader([line])) if '"' in line else line.split(",")
+            cells = _cells(line)
             if len(cells) != len(names):
                 raise self.error(
                     number, f"has {len(cells)} columns; it needs the {len(names)} of the header {header.strip()[:80]!r}"
@@ -147,7 +147,7 @@ class TraceFile:
         for number, line in self.lines():
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
                 raise self.error(number, f"is not JSON ({error}); each line needs one object") from None
             if not isinstance(row, dict):
                 raise self.error(number, f"holds a JSON {type(row).__name__}; each line needs one object")
@@ -164,8 +164,8 @@ class TraceFile:
             if error.msg == "Extra data":
                 raise self.error(error.lineno, "begins a second JSON value; keep one to a file") from None
             raise self.error(error.lineno, f"is not JSON ({error.msg}); fetch or write the file again") from None
-        except RecursionError:
-            raise TraceError(f"{self.path}: is nested too deeply for JSON of this kind; write the file again") from None
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"{self.path}: is not JSON of this kind ({error}); write the file again") from None
         if not isinstance(value, dict):
             raise TraceError(f"{self.path}: holds a JSON {type(value).__name__}; it must be one object")
         return value
@@ -188,9 +188,9 @@ class TraceFile:
                 try:
                     value, end = decoder.raw_decode(buffer, at)
                     complete = end < len(buffer) or ended
-                except (json.JSONDecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:
                     if ended:
-                        what = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+                        what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                         raise self.error(number, f"begins what is not JSON ({what}); fetch the file again") from None
                     complete = False
                 if complete:
@@ -233,7 +233,7 @@ class TraceFile:
 
     def whole_cell(self, line: int, column: str, cell: str, least: int = 1) -> int:
         """A CSV cell as an integer of at least `least` that fits in 31 bits; `12.0` is taken too."""
-        digits = cell.partition(".")
+        digits = cell[:30].partition(".")
         if (
             not (digits[0].isascii() and digits[0].isdigit())
             or digits[2].strip("0")
@@ -242,6 +242,16 @@ class TraceFile:
             advice = " (or drop the row)" if least else ""
             raise self.error(line, f"{column} is {cell!r}; it must be a whole number of {least} or more{advice}")
         return int(digits[0])
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of one line of CSV."""
+    if '"' in line:
+        try:
+            return next(csv.reader([line]), [])
+        except csv.Error:
+            pass  # not quoted as CSV is: the cells are what stands between commas
+    return line.split(",")
 
 
 def _short(value: object) -> str:

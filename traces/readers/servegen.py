@@ -121,7 +121,7 @@ def _members(file: TraceFile) -> Iterator[tuple[int, str, str, str]]:
     """(client, trace.csv or dataset.json, name for messages, text) of each file of the pool, by client."""
     found = []
     try:
-        with tarfile.open(fileobj=io.BytesIO(file.data)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(file.data), mode="r:") as archive:
             for member in archive:
                 match = _MEMBER.search(member.name)
                 stream = archive.extractfile(member) if match and member.isfile() else None
