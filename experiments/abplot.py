@@ -19,10 +19,10 @@ def forest(pairs: Sequence[Mapping[str, Any]]) -> bytes:
         lines = [(METRICS[name][0], entry) for name, entry in pairs[0]["metrics"].items()]
         title = f"A: {pairs[0]['a']}   B: {pairs[0]['b']}"
     else:
-        lines = [(f"{p['a']} → {p['b']}\n{METRICS[p['metric']][0]}", p["metrics"][p["metric"]]) for p in pairs]
-        title = "B against A"
+        lines = [(f"{_sides(p['a'], p['b'])}\n{METRICS[p['metric']][0]}", p["metrics"][p["metric"]]) for p in pairs]
+        title = "A → B, each by the metric named beforehand"
     with plt.rc_context(STYLE):
-        figure, ax = plt.subplots(figsize=(8, 1.2 + 0.5 * len(lines)), layout="constrained")
+        figure, ax = plt.subplots(figsize=(9, 1.6 + 0.5 * len(lines)), layout="constrained")
         for place, (_, entry) in enumerate(lines):
             real, simulated = entry["real"], entry["simulated"]
             if real is not None and real["difference_pct"] is not None:
@@ -39,5 +39,15 @@ def forest(pairs: Sequence[Mapping[str, Any]]) -> bytes:
         handles, labels = ax.get_legend_handles_labels()
         unique = dict(zip(labels, handles, strict=True))
         if unique:
-            ax.legend(unique.values(), unique.keys(), loc="best")
+            figure.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=2)
         return to_png(figure)
+
+
+def _sides(a: str, b: str) -> str:
+    """Both sides in at most about 50 characters: a line each where one line is too long, options of both named once."""
+    parts = [dict(part.partition("=")[::2] for part in side.split(",")) for side in (a, b)]
+    if "=" in a and "=" in b and parts[0].keys() == parts[1].keys():
+        changed = [name for name in parts[0] if parts[0][name] != parts[1][name]]
+        return "\n".join(f"{name}: {parts[0][name]} → {parts[1][name]}" for name in changed)
+    text = f"{a} → {b}"
+    return text if len(text) <= 50 else f"{a}\n→ {b}"
