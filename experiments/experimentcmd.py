@@ -52,6 +52,9 @@ EXPERIMENTS: dict[str, Entry] = {
         "experiments.preemption", "recompute, swap, auto and reject over block size and link; the election night"
     ),
     "prefix": Entry("experiments.prefix", "what prefix caches of every size and policy hit, what it saves and costs"),
+    "utilization": Entry(
+        "experiments.utilization", "KV blocks and out-of-memory events over utilization, batch sizes and lengths"
+    ),
     "waste": Entry("experiments.waste", "what share of KV memory holds tokens, paged and contiguous"),
 }
 """By name, in alphabetic order."""
