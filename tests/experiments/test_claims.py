@@ -62,7 +62,7 @@ def test_the_page_says_what_the_rows_say(tmp_path: Path) -> None:
     assert f"commit {'c' * 12}; code {'d' * 12}; seed 7; a.csv" in text
     assert "| A15 |" in text
     assert "not written yet" not in line
-    assert "planner (not written yet)" in text
+    assert "failover (not written yet)" in text
 
 
 def test_the_command_renders_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
