@@ -19,6 +19,9 @@ class PrefixIndex:
     that was published first, and losing one leaves the others. Tenants and adapters are kept apart by the keys.
     """
 
+    changes: int
+    """Grows whenever a block is listed or leaves: as long as it stays, so does what `match` finds."""
+
     def __len__(self) -> int:
         """How many blocks are listed."""
         raise NotImplementedError
@@ -75,6 +78,7 @@ class HashIndex(PrefixIndex):
     """
 
     def __init__(self) -> None:
+        self.changes = 0
         self._first: dict[BlockHash, BlockId] = {}
         self._more: dict[BlockHash, list[BlockId]] = {}
         """Further blocks of keys that have several, in the order of publication."""
@@ -108,6 +112,7 @@ class HashIndex(PrefixIndex):
             self._parent_of[block] = self._key_of[parent]
         else:
             raise InvariantError(f"block {block} is published behind block {parent}, which is not listed")
+        self.changes += 1
         self._key_of[block] = key
         if key in self._first:
             self._more.setdefault(key, []).append(block)
@@ -122,6 +127,7 @@ class HashIndex(PrefixIndex):
         if not key_of:
             return 0
         listed = [block for block in blocks if block in key_of]
+        self.changes += len(listed)
         for block in listed:
             key = key_of.pop(block)
             before = self._parent_of.pop(block)

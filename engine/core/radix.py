@@ -44,6 +44,7 @@ class RadixIndex(PrefixIndex):
     """A tree of runs. Always compressed: a run that something follows has at least two that do."""
 
     def __init__(self) -> None:
+        self.changes = 0
         self._root = _Run(0, None)
         self._run_of: dict[BlockId, _Run] = {}
         self._depth_of: dict[BlockId, int] = {}
@@ -77,6 +78,7 @@ class RadixIndex(PrefixIndex):
     def insert(self, key: BlockHash, parent: BlockId | None, block: BlockId) -> None:
         if block in self._run_of:
             raise InvariantError(f"block {block} is published twice")
+        self.changes += 1
         run, depth = self._root, 0
         if parent is not None:
             if parent not in self._run_of:
@@ -135,6 +137,7 @@ class RadixIndex(PrefixIndex):
             if run is None:
                 continue
             listed += 1
+            self.changes += 1
             at = self._depth_of[block] - run.start
             first = run.firsts[at]
             more = self._more.get(first)

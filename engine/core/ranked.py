@@ -17,8 +17,9 @@ __all__ = ["RankedOrder"]
 class RankedOrder(FreeOrder):
     """Blanks first, the last freed first; then cached blocks by rank, in O(log n) each.
 
-    A block that comes up while something cached follows it is put aside, and comes back when the last of that has gone.
-    What is given up leaves the index at once, so that the one before it can follow in the same call.
+    A block that something cached follows is put aside, when it becomes free or else when it comes up, and comes back
+    when the last of that has gone: so the heap holds little more than the ends of what is cached. What is given up
+    leaves the index at once, so that the one before it can follow in the same call.
     """
 
     def __init__(self, num_blocks: int, block_size: int, index: PrefixIndex, policy: Eviction) -> None:
@@ -77,7 +78,10 @@ class RankedOrder(FreeOrder):
             self._rank[block] = self._ask(facts)
             self._tickets += 1
             self._ticket[block] = self._tickets
-            heapq.heappush(self._heap, (self._rank[block], self._tickets, block))
+            if self._index.is_needed(block):
+                self._aside.setdefault(key, []).append(block)
+            else:
+                heapq.heappush(self._heap, (self._rank[block], self._tickets, block))
 
     def _ask(self, facts: BlockFacts) -> tuple[int, ...]:
         policy = self.policy

@@ -147,6 +147,10 @@ class Scheduler:
         self._policies = Policies(config)
         self._dynamic = self._policies.dynamic is not None
         self._window = 0 if self._policies.dynamic is None else self._policies.dynamic.window
+        self._chosen: Request | None = None
+        """Whom a dynamic order named last, what it was told then, and up to when it promised to name it again."""
+        self._chosen_of = (0, 0)
+        self._chosen_until = 0
         self._plain_admission = self._policies.plain_admission
         self._plain_victim = self._policies.plain_victim
         self._plain_batching = self._policies.plain_batching
@@ -633,11 +637,17 @@ class Scheduler:
         """Who is to be admitted next; somebody must be waiting."""
         if not self._dynamic:
             return self._waiting.peek()
+        told = (self._waiting.changes, self.manager.index.changes)
+        if self._chosen is not None and told == self._chosen_of and now <= self._chosen_until:
+            return self._chosen
         window = self._waiting.first(self._window)
         oracle = self._policies.order.oracle
         views = [self.view_of(request, oracle) for request in window]
         size = self.config.block_size
-        return window[self._policies.next(views, [len(self.manager.lookup(r)) * size for r in window], now)]
+        cached = [len(self.manager.lookup(request)) * size for request in window]
+        self._chosen = window[self._policies.next(views, cached, now)]
+        self._chosen_of, self._chosen_until = told, self._policies.stable_until(now)
+        return self._chosen
 
     def _has_room(self, request: Request, hits: Sequence[BlockId], tokens: int, now: int) -> bool:
         """Whether a waiting request may have `tokens` slots, of which its hits are the first."""
@@ -1009,6 +1019,8 @@ class Scheduler:
         request.pending -= 1
         if request.state == RUNNING:
             request.written = max(request.written, request.sched - request.pending)
+        elif request.state == WAITING:
+            self._waiting.changes += 1  # it may ask for one block more
         if request.known - request.num_prompt >= request.cap:
             ends[request.id] = (request, "length")
 

@@ -19,6 +19,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, ...], int, Request]] = []
         self._num = 0
+        self.changes = 0
+        """Grows whenever a request comes or leaves."""
 
     def __len__(self) -> int:
         return self._num
@@ -26,6 +28,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         request.ticket += 1
         self._num += 1
+        self.changes += 1
         heapq.heappush(self._heap, (request.key, request.ticket, request))
 
     def peek(self) -> Request:
@@ -42,6 +45,7 @@ class WaitingQueue:
         heapq.heappop(self._heap)
         request.ticket += 1
         self._num -= 1
+        self.changes += 1
         return request
 
     def first(self, num: int) -> list[Request]:
@@ -60,6 +64,7 @@ class WaitingQueue:
         """Take a waiting request out, wherever it is."""
         request.ticket += 1
         self._num -= 1
+        self.changes += 1
 
     def ordered(self) -> list[Request]:
         """All waiting requests in order (for checks and views; sorts)."""

@@ -31,6 +31,7 @@ from engine.core import (
     TokenIdentity,
     Victim,
 )
+from engine.core.orders import LongestPrefix
 from engine.core.victims import LeastWorkLost, LowestPriority, MostMemory
 
 
@@ -157,6 +158,40 @@ def test_a_dynamic_order_is_shown_the_first_of_the_queue() -> None:
         scheduler.add(RequestSpec(0, 5, 2, TokenIdentity((1, 2, 3, 4, 5), 2)), 0)
     assert scheduler.schedule(7).admitted == (1, 2, 3, 0)
     assert shown == [([0, 1], [0, 0], 7), ([0, 2], [4, 4], 7), ([0, 3], [4, 4], 7), ([0], [4], 7)]
+
+
+class AskedAnew(LongestPrefix):
+    """The same, without a promise: it is asked whenever time has passed."""
+
+    def stable_until(self, now: int) -> int:
+        return now
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_an_answer_that_was_promised_is_what_would_be_answered(case: Case) -> None:
+    """lpm is asked again only where a request, or the cache, has changed; asking at every step decides the same."""
+    case = replace(case, config=replace(case.config, scheduling_policy="lpm"))
+    anew = replace(case, config=replace(case.config, policies=(AskedAnew(),)))
+    assert play(case) == play(anew)
+
+
+def test_a_promised_answer_is_kept_until_something_changes() -> None:
+    """A queue that stays blocked costs one question, however many steps it lasts."""
+    asked: list[int] = []
+
+    class Spy(LongestPrefix):
+        def next(self, waiting: Sequence[RequestView], cached_tokens: Sequence[int], now: int) -> int:
+            asked.append(now)
+            return super().next(waiting, cached_tokens, now)
+
+    scheduler = Scheduler(config(policies=(Spy(),), num_blocks=3))
+    scheduler.add(RequestSpec(0, 3, 3), 0)
+    scheduler.add(RequestSpec(0, 3, 3), 0)
+    for now in range(3):
+        plan = scheduler.schedule(now)
+        scheduler.complete(plan, StepOutcome(now, {row.request: 1 for row in (*plan.prefills, *plan.decodes.rows())}))
+    assert asked == [0, 0]
 
 
 def test_a_next_that_is_not_waiting_is_refused() -> None:

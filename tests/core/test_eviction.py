@@ -15,7 +15,7 @@ from engine.core import ConfigError, PolicyError, RequestSpec, Scheduler, Schedu
 from engine.core.eviction import EVICTIONS, LRU
 from engine.core.policies import BlockFacts, Eviction
 from engine.core.ranked import RankedOrder
-from engine.core.types import BlockId
+from engine.core.types import BlockHash, BlockId
 
 
 def config(**options: object) -> SchedulerConfig:
@@ -24,7 +24,10 @@ def config(**options: object) -> SchedulerConfig:
 
 
 class BruteForce(RankedOrder):
-    """The same by looking at every free cached block, each time."""
+    """The same by looking at every free cached block, each time: nothing comes back from aside."""
+
+    def published(self, key: BlockHash) -> None:
+        pass
 
     def _evict(self) -> BlockId:
         index = self._index
