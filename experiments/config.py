@@ -271,7 +271,9 @@ class Config:
     seed: int = _option(0, "workload", "of everything random", low=0, high=(1 << 63) - 1)
 
     # -- step time
-    calibration: str | None = _option(None, "time", "a calibration.json: predicts the machine it was measured on")
+    calibration: str | None = _option(
+        None, "time", "a calibration.json, or a folder of kernel tables (tp<N>/*.csv): predicts the machine they are of"
+    )
     hardware: str | None = _option(None, "time", "a device of the catalogue: a roofline estimate, not a measurement")
     fast_forward: bool = _option(True, "time", "advance runs of identical decode steps at once (same results)")
     bands: bool = _option(True, "time", "also simulate with the calibration's error up and down")

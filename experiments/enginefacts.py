@@ -19,6 +19,7 @@ from engine.core.presets import PRESETS, SchedulerConfig, preset
 from experiments.errors import UsageError
 from sim.hardware import CATALOGUE, Device, load_device
 from sim.models import ModelSpec, load_model
+from sim.tabletime import default_graph_sizes
 
 __all__ = ["EngineFacts", "engine_facts"]
 
@@ -118,7 +119,7 @@ def engine_facts(settings: Mapping[str, Any], *, model: str | None = None, hardw
         blocks //= dp
     sizes = found.sizes("cudagraph_capture_sizes")
     if sizes is None:
-        sizes = () if found.flag("enforce_eager", False) else _graph_sizes(seqs)
+        sizes = () if found.flag("enforce_eager", False) else default_graph_sizes(seqs)
         if sizes:
             notes.append(f"sizes of CUDA graphs are not recorded: vLLM's own, up to {sizes[-1]}, are taken")
     kv_dtype = found.text("kv_cache_dtype") or "auto"
@@ -145,12 +146,6 @@ def engine_facts(settings: Mapping[str, Any], *, model: str | None = None, hardw
         kv_dtype=None if kv_dtype == "auto" else kv_dtype,
         notes=tuple(notes),
     )
-
-
-def _graph_sizes(seqs: int) -> tuple[int, ...]:
-    """vLLM's capture sizes (VllmConfig._set_cudagraph_sizes): up to twice the number of sequences, and 512 at most."""
-    most = min(2 * seqs, 512)
-    return tuple(size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)) if size <= most)
 
 
 def _model(found: _Settings, model: str | None) -> ModelSpec:

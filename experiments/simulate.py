@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from engine.core.presets import SchedulerConfig
     from engine.core.types import PrefixRow
     from experiments.terminal import Terminal
-    from sim.calibration import Calibration
+    from sim.calibration import Calibration, Hull
     from sim.models import ModelSpec
     from sim.oom import MemoryGuard
     from sim.simulate import SimResult
-    from sim.steptime import StepTime
+    from sim.steptime import StepModel
     from traces import Trace
 
 __all__ = ["Prediction", "execute", "simulate_into", "simulate_trace", "summary_rows"]
@@ -45,6 +45,7 @@ __all__ = ["Prediction", "execute", "simulate_into", "simulate_trace", "summary_
 REFITS = 4
 """Bootstrap refits of the calibration that are simulated beside the ends of its band."""
 BANDED = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
+_ENDS = {"low": -1, "high": 1}
 STEEP = 2.0
 """TTFT whose elasticity is above this is close to where queues grow without bound, and said to be so."""
 
@@ -53,12 +54,16 @@ STEEP = 2.0
 class Basis:
     """What the step times rest on."""
 
-    step_time: StepTime
+    step_time: StepModel
     label: str
     assumptions: tuple[str, ...]
     calibration: Calibration | None
     moves: MoveTime = FREE_MOVES
     """What block moves cost, and of how many bytes a block is."""
+    hull: Hull | None = None
+    """What the step times were measured for."""
+    band: float | None = None
+    """How far they may be off, as a factor; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +166,8 @@ def step_time_of(config: Config, spec: ModelSpec) -> Basis:
     """
     if config.pipeline_parallel_size > 1:
         raise UsageError("--pipeline-parallel-size above 1 cannot be simulated yet; leave it at 1.")
+    if config.calibration is not None and Path(config.calibration).is_dir():
+        return _basis_of_tables(config, spec)
     if config.calibration is not None:
         from sim.calibration import load_calibration
 
@@ -174,7 +181,9 @@ def step_time_of(config: Config, spec: ModelSpec) -> Basis:
         moves = calibration.move_time(config.block_size)
         if moves is None:
             moves = replace(FREE_MOVES, block_bytes=_block_bytes(config, spec))
-        return Basis(calibration.step_time(), calibration.label(), (), calibration, moves)
+        return Basis(
+            calibration.step_time(), calibration.label(), (), calibration, moves, calibration.hull, calibration.band
+        )
     if config.hardware is not None:
         from sim.hardware import load_device
         from sim.steptime import Assumptions, roofline
@@ -189,6 +198,26 @@ def step_time_of(config: Config, spec: ModelSpec) -> Basis:
             moves = moves_of_device(device, block_bytes)
         return Basis(found, f"{device.name}: {found.label}", (Assumptions().text(),), None, moves)
     raise UsageError("`kvtwin simulate` needs --calibration FILE (a measured machine) or --hardware NAME (a roofline).")
+
+
+def _basis_of_tables(config: Config, spec: ModelSpec) -> Basis:
+    """The kernel tables in the folder --calibration; --hardware names the link, and where memory ends."""
+    from sim.calibration import LEAST_BAND
+    from sim.hardware import load_device
+    from sim.tabletime import default_graph_sizes, load_table_time
+
+    assert config.calibration is not None
+    device = load_device(config.hardware) if config.hardware is not None else None
+    graphs = default_graph_sizes(config.max_num_seqs)
+    found, source = load_table_time(
+        config.calibration, spec, config.tensor_parallel_size, device=device, graph_sizes=graphs
+    )
+    block_bytes = _block_bytes(config, spec)
+    moves = replace(FREE_MOVES, block_bytes=block_bytes)
+    if device is not None and device.pcie_bandwidth:
+        moves = moves_of_device(device, block_bytes)
+    notes = (f"collectives: {source}",) if source else ()
+    return Basis(found, found.label, notes, None, moves, found.measured(), LEAST_BAND)
 
 
 def _block_bytes(config: Config, spec: ModelSpec) -> int:
@@ -208,6 +237,10 @@ def _cost_model(config: Config, basis: Basis) -> CostModel | None:
             "--preemption-mode auto compares costs, and those of block moves are not known: profile and calibrate "
             "again, or name hardware with a link."
         )
+    from sim.steptime import StepTime
+
+    if not isinstance(basis.step_time, StepTime):
+        raise UsageError("--preemption-mode auto needs a formula of step times: give a calibration.json or --hardware.")
     return cost_model(basis.step_time, basis.moves)
 
 
@@ -268,7 +301,7 @@ def _predict(
     if options.num_host_blocks or config.n > 1 or config.beam_width:
         assumption = ". ".join(text for text in (assumption, basis.moves.label) if text)
     about: dict[str, Any] = {
-        "basis": "calibration" if basis.calibration else "roofline",
+        "basis": "calibration" if basis.calibration else "roofline" if basis.hull is None else "kernel tables",
         "label": basis.label,
         "assumptions": [*basis.assumptions, *([assumption] if assumption else [])],
         "band": None,
@@ -276,20 +309,23 @@ def _predict(
         "elasticity": None,
         "share_outside_hull": None,
     }
-    calibration = basis.calibration
-    if calibration is not None:
-        about["share_outside_hull"] = share_outside_hull(found, calibration.hull)
-        if config.bands and guard is None and not interrupted():
+    if basis.hull is not None:
+        about["share_outside_hull"] = share_outside_hull(found, basis.hull)
+        if basis.band is not None and config.bands and guard is None and not interrupted():
+            if basis.calibration is not None:
+                models: dict[str, StepModel] = dict(basis.calibration.band_models(REFITS))
+            else:
+                models = {name: basis.step_time.scaled(1 + sign * basis.band) for name, sign in _ENDS.items()}
             others = {
                 name: summarize(
                     _tables(_run(config, trace, options, basis, model, interrupted), options), options.num_blocks
                 )
-                for name, model in calibration.band_models(REFITS).items()
+                for name, model in models.items()
             }
             if not interrupted():  # or else some of them are of a part of the trace
-                about["band"] = calibration.band
+                about["band"] = basis.band
                 about["bands"] = _bands([summary, *others.values()])
-                about["elasticity"] = _elasticity(others["low"], others["high"], calibration.band)
+                about["elasticity"] = _elasticity(others["low"], others["high"], basis.band)
     prefix = found.recorder.prefix_rows
     if prefix is not None:
         summary["prefix"] = by_tenant(prefix)
@@ -301,7 +337,7 @@ def _run(
     trace: Trace,
     options: SchedulerConfig,
     basis: Basis,
-    step_time: StepTime,
+    step_time: StepModel,
     stop: Callable[[], bool],
     record: bool = False,
     guard: MemoryGuard | None = None,
@@ -407,7 +443,8 @@ def show(prediction: Prediction, terminal: Terminal) -> None:
     if about["bands"] is not None:
         steep = (about["elasticity"]["ttft_s"] or {}).get("mean")
         terminal.print(
-            f"With step times off by ±{about['band']:.1%} and {REFITS} refits: mean "
+            f"With step times off by ±{about['band']:.1%}"
+            + (f" and {REFITS} refits: mean " if about["basis"] == "calibration" else ": mean ")
             + ", ".join(
                 f"{title} {low * factor:,.3f} to {high * factor:,.3f} {unit}"
                 for name, title, factor, unit in (

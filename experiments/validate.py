@@ -23,11 +23,9 @@ from experiments.enginefacts import EngineFacts, engine_facts
 from experiments.errors import UsageError
 from experiments.rundir import RealRun, read_run
 from sim.fleet import simulate_fleet
-from sim.links import allreduce_curve
 from sim.simulate import SimResult, share_outside_hull, simulate
 from sim.steptime import StepModel, roofline
-from sim.tables import Curve, read_kernel_tables
-from sim.tabletime import LAUNCH_SAVING_NS, ExpertGroup, TableTime
+from sim.tabletime import ExpertGroup, TableTime, load_table_time
 
 if TYPE_CHECKING:
     from engine.core.presets import SchedulerConfig
@@ -198,51 +196,21 @@ def _step_time(
         spec, device = facts.model, facts.hardware
         found = roofline(spec, device, facts.tp, facts.dtype, facts.kv_dtype)
         return found, None, 0.27, [f"there is no profile: step times are a {found.label}"]
-    table, notes = table_time(run.profile, facts)
+    table, source = load_table_time(
+        run.profile,
+        facts.model,
+        facts.tp,
+        device=facts.hardware,
+        graph_sizes=facts.graph_sizes,
+        expert_ranks=facts.expert_ranks,
+    )
+    notes = [f"collectives: {source}"] if source else []
     if form != "six-terms":
-        return table, _hull(table), None, notes
+        return table, table.measured(), None, notes
     from sim.tablefit import fit_six_terms
 
     calibration = fit_six_terms(table, run.trace, facts.scheduler(blocks))
     return calibration.step_time(), calibration.hull, calibration.band, [*notes, calibration.label()]
-
-
-def table_time(profile: Path, facts: EngineFacts) -> tuple[TableTime, list[str]]:
-    """The kernel tables of a profile as the engine would run them, and notes."""
-    notes = []
-    tables = read_kernel_tables(profile, facts.model, facts.tp, facts.expert_ranks)
-    allreduce: Curve | None = None
-    assumed_link = False
-    if facts.tp > 1 or facts.expert_ranks > 1:
-        if facts.hardware is None:
-            raise UsageError("Tensor or expert parallelism needs to know the link: give --hardware.")
-        allreduce, source = allreduce_curve(facts.hardware, max(facts.tp, facts.expert_ranks), profile)
-        assumed_link = source.startswith("assumed")
-        notes.append(f"collectives: {source}")
-    saving = LAUNCH_SAVING_NS if facts.graph_sizes else 0.0
-    label = f"kernel tables of {facts.hardware.name if facts.hardware else 'the run'}, tp{facts.tp}"
-    if tables.skew is not None:
-        label += ", unequal contexts as measured"
-    if saving:
-        label += f", CUDA graphs save {saving / 1e3:g} us a kernel (assumed)"
-    made = TableTime(
-        facts.model,
-        tables,
-        facts.graph_sizes,
-        launch_saving=saving,
-        allreduce=allreduce,
-        link_measured=not assumed_link,
-        expert_ranks=facts.expert_ranks,
-        label=label,
-    )
-    return made, notes
-
-
-def _hull(table: TableTime) -> Hull:
-    from sim.calibration import Hull
-
-    tokens, decodes, context, rows = table.tables.limits
-    return Hull((1, tokens), (0, decodes * context), (1, min(rows, decodes)), (1, context))
 
 
 def predict(run: RealRun, basis: Basis, factor: float = 1.0) -> Predicted:

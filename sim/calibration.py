@@ -3,8 +3,8 @@
 The fit is non-negative least squares on rows divided by their measured time, so that it minimises relative errors;
 its columns are scaled to unit length and a ridge of 1e-6 keeps it defined where two columns look alike. A batch that
 was measured several times counts once, with its median, and batches that stick out (another program had the machine)
-count less, by Huber's weights. The turning point n* and whether rows have a price of their own are chosen by
-cross-validation. Everything is deterministic.
+count less, by Huber's weights. The turning point n*, whether rows have a price of their own, and whether the engine has
+stairs (see `sim.stairs`) are chosen by cross-validation. Everything is deterministic.
 
 What is reported is what predictions need: the signed, time-weighted bias per regime on batches that the fit did not see
 (bias moves latencies; scatter averages out), the drift of the machine while it was profiled, and the range of batches
@@ -26,6 +26,7 @@ import numpy as np
 
 from sim.errors import CalibrationError, SimError
 from sim.moves import CopyTime, MoveTime
+from sim.stairs import Knots, choose_knots, stairs_design, unpack
 from sim.steptime import StepTime
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ CPU_TURNS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 FOLDS = 5
 ROWS_GAIN = 0.97
 """Rows get a price of their own only if that brings the cross-validated error below this share of what it was."""
+STAIRS_GAIN = 0.7
+"""The piecewise-linear form is used only if that brings the cross-validated error below this share of what it was."""
 LEAST_BAND = 0.01
 _HUBER = 1.345
 """In units of the residuals' spread: beyond it, a residual's weight falls off."""
@@ -109,6 +112,10 @@ def read_profile(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise CalibrationError(f"There is no profile '{path}'; make one with 'kvtwin profile'.")
+    if path.suffix == ".csv":
+        from sim.stepcsv import read_step_csv
+
+        return read_step_csv(path)
     content = path.read_bytes()
     try:
         table = pq.read_table(pa.BufferReader(content))
@@ -229,10 +236,26 @@ def _solve(design: np.ndarray, time: np.ndarray) -> np.ndarray:
     return result
 
 
-def _fit(batches: _Batches, turn: float, with_rows: bool = False) -> dict[str, float]:
-    """The coefficients for a given n*, in nanoseconds, by the names that StepTime has for them."""
-    values = _solve(_design(batches, turn, with_rows), batches.time)
-    return dict(zip(_TERMS, values.tolist(), strict=True)) | {"ridge": turn}
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Which formula is fitted: the six terms with a given n* (and a price of rows), or tables with given knots."""
+
+    turn: float
+    with_rows: bool = False
+    knots: Knots | None = None
+
+    def design(self, batches: _Batches) -> np.ndarray:
+        """A column for each number to fit: float64[batches, k]."""
+        if self.knots is not None:
+            return stairs_design(batches, self.knots)
+        return _design(batches, self.turn, self.with_rows)
+
+    def unpack(self, values: np.ndarray) -> tuple[dict[str, float], dict[str, list[list[float]]]]:
+        """(coefficients in ns, tables), by the names that StepTime has for them."""
+        if self.knots is None:
+            return dict(zip(_TERMS, values.tolist(), strict=True)) | {"ridge": self.turn}, {}
+        coefficients, tables = unpack(values, self.knots)
+        return dict.fromkeys(_TERMS, 0.0) | coefficients, tables
 
 
 def _held_out_predictions(design: np.ndarray, time: np.ndarray, folds: np.ndarray) -> np.ndarray:
@@ -330,6 +353,10 @@ class Calibration:
     profile_digest: str
     moves: MoveTime | None
     """Fitted to the profile's block moves, where it has any."""
+    tables: dict[str, list[list[float]]]
+    """`table` and `table_mixed`: (n, ns) points of the piecewise-linear form, where it was chosen."""
+    refit_tables: tuple[dict[str, list[list[float]]], ...]
+    """Those of the refits."""
     about: dict[str, Any]
     """What the profile says about itself: dtype, threads, block size, versions, date; `graph_sizes` are the numbers of
     tokens that the engine pads up to, where it does."""
@@ -350,7 +377,11 @@ class Calibration:
 
     def step_time(self) -> StepTime:
         """The fitted model."""
-        return StepTime.from_coefficients(self.coefficients, label=self.label(), buckets=_graph_sizes(self.about))
+        return self._model(self.coefficients, self.tables, self.label())
+
+    def _model(self, values: dict[str, float], tables: dict[str, list[list[float]]], label: str) -> StepTime:
+        points = {name: tuple((int(n), float(ns)) for n, ns in table) for name, table in tables.items()}
+        return StepTime.from_coefficients(values, label=label, buckets=_graph_sizes(self.about), **points)
 
     def move_time(self, block_size: int) -> MoveTime | None:
         """The fitted block moves, for blocks of that many tokens; None where none were measured."""
@@ -364,9 +395,8 @@ class Calibration:
         fitted = self.step_time()
         models = {"low": fitted.scaled(max(0.05, 1.0 - self.band)), "high": fitted.scaled(1.0 + self.band)}
         for i, values in enumerate(self.refits[:refits]):
-            models[f"refit-{i}"] = StepTime.from_coefficients(
-                values, label=f"{fitted.label}, refit {i}", buckets=fitted.buckets
-            )
+            tables = self.refit_tables[i] if self.refit_tables else {}
+            models[f"refit-{i}"] = self._model(values, tables, f"{fitted.label}, refit {i}")
         return models
 
     def check_model(self, name: str) -> None:
@@ -407,24 +437,26 @@ def calibrate(profile: str | Path | pd.DataFrame, about: Mapping[str, Any] | Non
     everything = everything.padded(buckets)
     fitted = everything.take(~np.isin(kinds, _HELD_OUT)).merged()
     regimes = fitted.regimes()
-    if len(fitted) < LEAST_BATCHES or any(regimes[name].sum() < FOLDS for name in ("decode", "prefill")):
+    with_prefill = regimes["prefill"] | regimes["mixed"]
+    if len(fitted) < LEAST_BATCHES or min(regimes["decode"].sum(), with_prefill.sum()) < FOLDS:
         counts = ", ".join(f"{int(mask.sum())} {name}" for name, mask in regimes.items())
         raise CalibrationError(
             f"The profile has too few batches to fit ({counts}); it needs at least {LEAST_BATCHES}, "
-            f"with {FOLDS} of decodes only and {FOLDS} of prefills only."
+            f"with {FOLDS} of decodes only and {FOLDS} with prefills."
         )
     device = str(found.get("device", "unknown"))
     turns = CPU_TURNS if device.lower().startswith("cpu") else GPU_TURNS
-    turn, with_rows, predicted = _choose(fitted, turns)
+    form, predicted = _choose(fitted, turns)
     errors = {name: _errors(predicted[mask], fitted.time[mask]) for name, mask in regimes.items() if mask.any()}
     errors["all"] = _errors(predicted, fitted.time)
-    coefficients = _fit(fitted, turn, with_rows)
+    values = _solve(form.design(fitted), fitted.time)
     replay = everything.take(kinds == "replay")
     if len(replay):
-        times = _design(replay, turn, with_rows) @ np.array([coefficients[name] for name in _TERMS])
-        errors["replay"] = _errors(times, replay.time)
+        errors["replay"] = _errors(form.design(replay) @ values, replay.time)
     rng = np.random.default_rng(0)
-    refits = tuple(_fit(fitted.take(rng.integers(0, len(fitted), len(fitted))), turn, with_rows) for _ in range(REFITS))
+    samples = (fitted.take(rng.integers(0, len(fitted), len(fitted))) for _ in range(REFITS))
+    refits = [form.unpack(_solve(form.design(sample), sample.time)) for sample in samples]
+    coefficients, tables = form.unpack(values)
     return Calibration(
         model=str(found.get("model", "")),
         device=device,
@@ -432,27 +464,38 @@ def calibrate(profile: str | Path | pd.DataFrame, about: Mapping[str, Any] | Non
         errors=errors,
         hull=hull,
         drift=_drift(everything.take(kinds == "anchor")),
-        refits=refits,
+        refits=tuple(refit for refit, _ in refits),
         batches=len(fitted),
         profile_digest=str(found.pop("digest")),
         moves=fit_moves(found),
+        tables=tables,
+        refit_tables=tuple(more for _, more in refits) if tables else (),
         about={key: value for key, value in found.items() if key not in {"model", "device", "copies"}},
     )
 
 
-def _choose(batches: _Batches, turns: Sequence[float]) -> tuple[float, bool, np.ndarray]:
-    """The n* and the use of rows with the smallest cross-validated relative error, and its held-out predictions."""
+def _choose(batches: _Batches, turns: Sequence[float]) -> tuple[_Form, np.ndarray]:
+    """The form with the smallest cross-validated relative error, and its held-out predictions.
+
+    Rows get a price, and n gets tables, only if that gains what `ROWS_GAIN` and `STAIRS_GAIN` ask.
+    """
     folds = np.random.default_rng(0).permutation(len(batches)) % FOLDS
-    best: dict[bool, tuple[float, float, np.ndarray]] = {}
-    for with_rows in (False, True):
-        for turn in turns:
-            predicted = _held_out_predictions(_design(batches, turn, with_rows), batches.time, folds)
-            error = float(np.mean((predicted / batches.time - 1.0) ** 2))
-            if with_rows not in best or error < best[with_rows][0]:
-                best[with_rows] = (error, turn, predicted)
-    with_rows = best[True][0] < ROWS_GAIN**2 * best[False][0]
-    _, turn, predicted = best[with_rows]
-    return turn, with_rows, predicted
+
+    def tried(forms: Sequence[_Form]) -> tuple[float, _Form, np.ndarray]:
+        found = []
+        for form in forms:
+            predicted = _held_out_predictions(form.design(batches), batches.time, folds)
+            found.append((float(np.mean((predicted / batches.time - 1.0) ** 2)), form, predicted))
+        return min(found, key=lambda entry: entry[0])
+
+    best = tried([_Form(turn) for turn in turns])
+    richer = tried([_Form(turn, True) for turn in turns])
+    if richer[0] < ROWS_GAIN**2 * best[0]:
+        best = richer
+    stairs = tried([_Form(0.0, knots=choose_knots(batches))])
+    if stairs[0] < STAIRS_GAIN**2 * best[0]:
+        best = stairs
+    return best[1], best[2]
 
 
 def fit_moves(about: Mapping[str, Any]) -> MoveTime | None:
@@ -546,6 +589,8 @@ def load_calibration(path: str | Path) -> Calibration:
             batches=int(values["batches"]),
             profile_digest=str(values["profile_digest"]),
             moves=MoveTime.from_dict(values["moves"]) if values.get("moves") else None,
+            tables=dict(values.get("tables") or {}),
+            refit_tables=tuple(dict(tables) for tables in values.get("refit_tables") or ()),
             about=dict(values["about"]),
         )
         loaded.step_time()

@@ -219,13 +219,16 @@ class StepTime:
     buckets: tuple[int, ...] = ()
     """Ascending sizes that n is padded up to (CUDA graphs); above the last it is not padded."""
     table: tuple[tuple[int, float], ...] = ()
-    """(n, ns) points between which the a1 and a2 terms are interpolated instead (mixtures of experts)."""
+    """(n, ns) points between which the a1 and a2 terms are interpolated instead (mixtures of experts, stairs)."""
+    table_mixed: tuple[tuple[int, float], ...] = ()
+    """The same for steps with a prefill, where they have a table of their own."""
     noise: float = 0.0
     """Standard deviation of independent relative noise per step."""
     seed: int = 0
     label: str = "given coefficients"
     """Where the coefficients are from, as printed beside each prediction."""
     _padded: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _padded_mixed: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in _COEFFICIENTS:
@@ -239,14 +242,26 @@ class StepTime:
         if list(self.buckets) != sorted(set(self.buckets)) or any(size < 1 for size in self.buckets):
             raise SimError("Step time: the padding buckets must be positive and ascending.")
 
+    def mixed_ns(self, n: int) -> float:
+        """`tokens_ns` of a step with a prefill."""
+        if not self.table_mixed:
+            return self.tokens_ns(n)
+        known = self._padded_mixed.get(n)
+        if known is None:
+            known = self._padded_mixed[n] = self.step + _interpolate(self.table_mixed, self._bucket(n))
+        return known
+
+    def _bucket(self, n: int) -> int:
+        if self.buckets and n <= self.buckets[-1]:
+            return self.buckets[bisect_right(self.buckets, n - 1)]
+        return n
+
     def tokens_ns(self, n: int) -> float:
         """What n new tokens cost by themselves: the terms a0, a1 and a2, or the table, after padding."""
         known = self._padded.get(n)
         if known is not None:
             return known
-        size = n
-        if self.buckets and n <= self.buckets[-1]:
-            size = self.buckets[bisect_right(self.buckets, n - 1)]
+        size = self._bucket(n)
         if self.table:
             value = self.step + _interpolate(self.table, size)
         else:
@@ -258,7 +273,8 @@ class StepTime:
         """Nanoseconds of one step; `step` numbers it for the noise. At least 1."""
         n, _, context, work, rows, new = batch[:6]
         slope = self.context + self.context_mixed if work else self.context
-        time = (self.tokens_ns(n) + self.work * work + self.row * rows) + slope * context
+        base = self.mixed_ns(n) if work else self.tokens_ns(n)
+        time = (base + self.work * work + self.row * rows) + slope * context
         cpu = self.cpu_step + self.cpu_row * rows + self.cpu_new * new
         if self.overlap:
             if cpu > time:
@@ -279,7 +295,8 @@ class StepTime:
         n, decodes, context, work, rows, new = batch[:6]
         slope = self.context + self.context_mixed if work else self.context
         contexts = context + decodes * np.arange(k, dtype=np.int64)
-        times = (self.tokens_ns(n) + self.work * work + self.row * rows) + slope * contexts
+        base = self.mixed_ns(n) if work else self.tokens_ns(n)
+        times = (base + self.work * work + self.row * rows) + slope * contexts
         cpu = self.cpu_step + self.cpu_row * rows + self.cpu_new * new
         times = np.maximum(times, cpu) if self.overlap else times + cpu
         if self.noise:
@@ -348,6 +365,7 @@ class StepTime:
             raise SimError(f"Step time can be scaled by a positive factor only, not by {factor!r}.")
         changed: dict[str, Any] = {name: getattr(self, name) * factor for name in _SCALED}
         changed["table"] = tuple((n, ns * factor) for n, ns in self.table)
+        changed["table_mixed"] = tuple((n, ns * factor) for n, ns in self.table_mixed)
         return replace(self, **changed)
 
     def with_overlap(self, steps_in_flight: int) -> StepTime:

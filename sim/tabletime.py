@@ -18,15 +18,19 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 
+from sim.calibration import Hull
 from sim.errors import SimError
+from sim.hardware import Device
+from sim.links import allreduce_curve
 from sim.models import ModelSpec
 from sim.steptime import BatchShape
-from sim.tables import Curve, KernelTables
+from sim.tables import Curve, KernelTables, read_kernel_tables
 
-__all__ = ["LAUNCH_SAVING_NS", "ExpertGroup", "TableTime"]
+__all__ = ["LAUNCH_SAVING_NS", "ExpertGroup", "TableTime", "default_graph_sizes", "load_table_time"]
 
 LAUNCH_SAVING_NS = 1735.0
 """What a kernel takes less in a CUDA graph than it did when profiled: 587 us over 324 kernels and 1,068 us over 644, on
@@ -234,6 +238,11 @@ class TableTime:
         moved = 2 * self.tables.layers * self.allreduce(share)
         return max(group.alone) + self._experts_ns(tokens) + moved
 
+    def measured(self) -> Hull:
+        """The range of batches that the tables were measured for."""
+        tokens, decodes, context, rows = self.tables.limits
+        return Hull((1, tokens), (0, decodes * context), (1, min(rows, decodes)), (1, context))
+
     # ---- variants -------------------------------------------------------------------------------------------------
 
     def scaled(self, factor: float) -> TableTime:
@@ -269,3 +278,51 @@ def _excess(shortfalls: list[int], rows: float) -> float:
     if whole == len(shortfalls) - 1:
         return float(shortfalls[whole])
     return shortfalls[whole] + (rows - whole) * (shortfalls[whole + 1] - shortfalls[whole])
+
+
+def default_graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """vLLM's capture sizes (VllmConfig._set_cudagraph_sizes): up to twice the number of sequences, and 512 at most."""
+    most = min(2 * max_num_seqs, 512)
+    return tuple(size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)) if size <= most)
+
+
+def load_table_time(
+    profile: str | Path,
+    spec: ModelSpec,
+    tp: int = 1,
+    *,
+    device: Device | None = None,
+    graph_sizes: tuple[int, ...] = (),
+    expert_ranks: int = 1,
+    element: int = 2,
+) -> tuple[TableTime, str]:
+    """(the step times of a profile's tables, where the times of collectives are from; empty where there are none).
+
+    Raises:
+        CalibrationError: the tables cannot be read, or are not of this size.
+        SimError: ranks need a link, and there is no device or it has none.
+    """
+    tables = read_kernel_tables(profile, spec, tp, expert_ranks)
+    allreduce, source = None, ""
+    ranks = max(tp, expert_ranks)
+    if ranks > 1:
+        if device is None:
+            raise SimError("Kernel tables of several ranks need to know the link between them; name the hardware.")
+        allreduce, source = allreduce_curve(device, ranks, profile)
+    label = f"kernel tables{f' of {device.name}' if device else ''}, tp{tp}"
+    if tables.skew is not None:
+        label += ", unequal contexts as measured"
+    if graph_sizes:
+        label += f", CUDA graphs save {LAUNCH_SAVING_NS / 1e3:g} us a kernel (assumed)"
+    made = TableTime(
+        spec,
+        tables,
+        graph_sizes,
+        launch_saving=LAUNCH_SAVING_NS if graph_sizes else 0.0,
+        allreduce=allreduce,
+        link_measured=not source.startswith("assumed"),
+        element=element,
+        expert_ranks=expert_ranks,
+        label=label,
+    )
+    return made, source

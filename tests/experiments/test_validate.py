@@ -289,3 +289,22 @@ def test_what_is_not_recorded_is_vllms_default_and_told() -> None:
     assert pro.hardware.name == "rtxpro6000"
     assert pro.steps_in_flight == 1
     assert engine_facts({"model_dims": MODEL, "enforce_eager": True}).graph_sizes == ()
+
+
+def test_kernel_tables_simulate_a_trace(tmp_path: Path) -> None:
+    """`kvtwin simulate --calibration FOLDER` takes step times from tables, with band, elasticity and share outside."""
+    write_profile(tmp_path / "profile")
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    workload = tmp_path / "w.yaml"
+    workload.write_text(
+        "kind: synthetic\nnum_requests: 20\nseed: 0\narrival: {process: poisson, rate_per_s: 20}\n"
+        "prompt_tokens: {dist: uniform, low: 16, high: 200}\noutput_tokens: {dist: uniform, low: 4, high: 40}\n"
+    )
+    words = ["--trace", str(workload), "--model", str(tmp_path / "config.json"), "--num-gpu-blocks-override", "500"]
+    out = tmp_path / "out"
+    assert main(["simulate", *words, "--calibration", str(tmp_path / "profile"), "--out", str(out)]) == 0
+    about = json.loads((out / "prediction.json").read_text())
+    assert about["basis"] == "kernel tables"
+    assert about["band"] == 0.01
+    assert about["elasticity"]["tpot_s"]["mean"] == pytest.approx(1.0, abs=0.2)
+    assert about["share_outside_hull"] == 0.0
