@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core_kit import Case, beam_parents, full_prompt, output_token, request_of
+from core_kit import Case, Job, beam_parents, full_prompt, output_token, request_of
 
 from engine.core import (
     BlockCopy,
@@ -21,7 +22,7 @@ from engine.core import (
     TransferEnd,
 )
 
-__all__ = ["Played", "ShadowExecutor", "play"]
+__all__ = ["Played", "ShadowExecutor", "check_order", "check_plan", "expected_key", "expected_output", "play"]
 
 GARBAGE = -(10**9)
 """What is in a slot of which nothing can be said."""
@@ -33,7 +34,7 @@ class ShadowExecutor:
     def __init__(self, scheduler: Scheduler, case: Case) -> None:
         self.scheduler = scheduler
         self.size = scheduler.config.block_size
-        self.jobs = case.jobs
+        self.jobs: Sequence[Job] = case.jobs
         self.luck = case.luck
         self.slots: dict[int, int] = {}
         self.host: dict[int, int] = {}
@@ -299,8 +300,8 @@ def play(case: Case, scheduler_type: type[Scheduler] = Scheduler) -> Played:
             ended(finish)
         assert plan.runs or not plan.num_rows
         if plan.runs:
-            _check_plan(plan, scheduler)
-            _check_order(plan, scheduler, order)
+            check_plan(plan, scheduler)
+            check_order(plan, scheduler, order)
             for row in scheduler.scheduled_order(plan):
                 assert row.epoch == preempted[row.request], "the epoch is not the number of preemptions"
             hits += sum(item.start for item in plan.prefills if item.request in plan.admitted)
@@ -367,7 +368,7 @@ def expected_output(job: int, n: int, beam: bool, q: int, out: int) -> list[int]
     return histories[q]
 
 
-def _check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
+def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
     config = scheduler.config
     assert plan.num_tokens <= config.max_num_batched_tokens
     assert plan.num_rows <= config.max_num_seqs
@@ -385,7 +386,7 @@ def _check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
             assert num == len(group.members), "a beam takes a step in part"
 
 
-def _check_order(plan: StepPlan, scheduler: Scheduler, order: dict[int, tuple[int, ...]]) -> None:
+def check_order(plan: StepPlan, scheduler: Scheduler, order: dict[int, tuple[int, ...]]) -> None:
     """Rows, admissions and victims follow the policy's order, which preemption does not change."""
     placed = [(row.request in plan.admitted, order[row.request]) for row in scheduler.scheduled_order(plan)]
     running = [place for new, place in placed if not new]

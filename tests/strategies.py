@@ -6,6 +6,7 @@ letters, so that prefixes collide; follow-up prompts built from earlier outputs;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,17 @@ from engine.core.batching import BATCHINGS
 from engine.core.orders import ORDERS
 from engine.core.victims import VICTIMS
 
-__all__ = ["cases", "contiguous_cases", "fast_cases", "free_orders", "host_options", "policies", "same_jobs_twice"]
+__all__ = [
+    "cases",
+    "contiguous_cases",
+    "fast_cases",
+    "free_orders",
+    "host_options",
+    "jobs_after",
+    "machine_options",
+    "policies",
+    "same_jobs_twice",
+]
 
 
 @st.composite
@@ -42,21 +53,17 @@ def _host_and_policies(host: dict[str, Any], chosen: dict[str, str], jobs: tuple
     return host | chosen | ({"host_tier": False} if chosen.get("batching", "mixed") != "mixed" else {})
 
 
-@st.composite
-def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: int = 8, of: str = "") -> Case:
-    """A program for the shadow executor: everything collides, memory is short, and each request fits alone.
-
-    `of`: `forks`, `swaps` or `tiers` makes these the rule.
-    """
+def _options(draw: st.DrawFn, of: str, blocks: Sequence[int] = (*range(2, 17), 20, 24, 30)) -> SchedulerConfig:
+    """Options under which everything collides; the pool has one of `blocks`."""
     size = draw(st.sampled_from([1, 2, 2, 3, 4]))
-    num_blocks = draw(st.sampled_from([*range(2, 17), 20, 24, 30]))
+    num_blocks = draw(st.sampled_from(blocks))
     seqs = draw(st.integers(1, 6))
     capacity = num_blocks * size
     lookahead = draw(st.sampled_from([0, 0, 0, 1, 3]))
     if capacity <= lookahead + 2:
         lookahead = 0
     caching = of == "tiers" or draw(st.sampled_from([True, True, True, False]))
-    config = SchedulerConfig(
+    return SchedulerConfig(
         num_blocks=num_blocks,
         block_size=size,
         max_model_len=draw(st.sampled_from([capacity, capacity, max(2, capacity // 2), 1000])),
@@ -73,50 +80,95 @@ def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: 
         prefix_index=draw(st.sampled_from(["hash", "hash", "radix"])),
         steps_in_flight=draw(st.sampled_from([1, 2])),
     )
-    limit = min(capacity - lookahead + 1, config.max_model_len)  # the last output needs no slot
+
+
+def _next_job(
+    draw: st.DrawFn,
+    config: SchedulerConfig,
+    jobs: Sequence[Job],
+    roots: list[list[int]],
+    at: int,
+    aborts: bool,
+    of: str,
+) -> Job | None:
+    """One more job, which the pool can hold alone; None: what was drawn is too long."""
+    limit = min(config.num_blocks * config.block_size - config.num_lookahead_tokens + 1, config.max_model_len)
+    seqs = config.max_num_seqs
+    tail = draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    follows = draw(st.sampled_from([None, *range(len(jobs))])) if jobs and draw(st.booleans()) else None
+    start = draw(st.sampled_from([[], *roots])) if follows is None else []
+    cap = max(draw(st.integers(1, 10)), draw(st.integers(1, 10)))
+    job = Job(
+        at,
+        tuple(start + tail),
+        draw(st.one_of(st.just(cap), st.integers(1, cap))),
+        cap,
+        follows=follows,
+        abort_at=draw(st.integers(at, at + 9)) if aborts and draw(st.integers(0, 5)) == 0 else None,
+        abort_in_flight=draw(st.booleans()),
+        salt=draw(st.sampled_from([b"", b"", b"t"])),
+        private=draw(st.sampled_from([False, False, False, True])),
+        priority=draw(st.integers(0, 2)),
+        n=draw(st.sampled_from([1, 2, 3, 4] if of == "forks" else [1, 1, 1, 2, 3, 4])),
+        beam=draw(st.booleans()),
+        tenant=draw(st.integers(0, 2)),
+        patience=draw(st.sampled_from([None, 1, 9])),
+        predicted=draw(st.sampled_from([0, 1, 5, 20])),
+    )
+    job = replace(job, n=1 if config.admission_reserve == "max_tokens" else min(job.n, seqs))
+    if follows is not None and jobs[follows].private:
+        job = Job(at, job.prompt, job.out, cap)
+    length = len(full_prompt((*jobs, job), len(jobs)))
+    if length + 1 > limit:
+        return None
+    if length + cap > limit:
+        cap = limit - length  # the last output needs no slot
+        job = replace(job, out=min(job.out, cap), cap=cap)
+    if _blocks(config, (*jobs, job), len(jobs)) > config.num_blocks:
+        job = replace(job, beam=False)
+    return replace(job, beam=job.beam and job.n > 1 and config.batching == "mixed")
+
+
+_ROOTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=2)
+"""Prompts begin with one of these."""
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, aborts: bool = True, min_jobs: int = 1, max_jobs: int = 8, of: str = "") -> Case:
+    """A program for the shadow executor: everything collides, memory is short, and each request fits alone.
+
+    `of`: `forks`, `swaps` or `tiers` makes these the rule.
+    """
+    config = _options(draw, of)
+    roots = draw(_ROOTS)
     jobs: list[Job] = []
-    roots = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=2))
     at = 0
     for _ in range(draw(st.integers(min_jobs, max_jobs))):
         at += draw(st.sampled_from([0, 0, 0, 1, 2, 5]))
-        tail = draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
-        follows = draw(st.sampled_from([None, *range(len(jobs))])) if jobs and draw(st.booleans()) else None
-        start = draw(st.sampled_from([[], *roots])) if follows is None else []
-        cap = max(draw(st.integers(1, 10)), draw(st.integers(1, 10)))
-        job = Job(
-            at,
-            tuple(start + tail),
-            draw(st.one_of(st.just(cap), st.integers(1, cap))),
-            cap,
-            follows=follows,
-            abort_at=draw(st.integers(at, at + 9)) if aborts and draw(st.integers(0, 5)) == 0 else None,
-            abort_in_flight=draw(st.booleans()),
-            salt=draw(st.sampled_from([b"", b"", b"t"])),
-            private=draw(st.sampled_from([False, False, False, True])),
-            priority=draw(st.integers(0, 2)),
-            n=draw(st.sampled_from([1, 2, 3, 4] if of == "forks" else [1, 1, 1, 2, 3, 4])),
-            beam=draw(st.booleans()),
-            tenant=draw(st.integers(0, 2)),
-            patience=draw(st.sampled_from([None, 1, 9])),
-            predicted=draw(st.sampled_from([0, 1, 5, 20])),
-        )
-        job = replace(job, n=1 if config.admission_reserve == "max_tokens" else min(job.n, seqs))
-        if follows is not None and jobs[follows].private:
-            job = Job(at, job.prompt, job.out, cap)
-        length = len(full_prompt((*jobs, job), len(jobs)))
-        if length + 1 > limit:
-            continue
-        if length + cap > limit:
-            cap = limit - length
-            job = replace(job, out=min(job.out, cap), cap=cap)
-        if _blocks(config, (*jobs, job), len(jobs)) > num_blocks:
-            job = replace(job, beam=False)
-        jobs.append(replace(job, beam=job.beam and job.n > 1 and config.batching == "mixed"))
+        job = _next_job(draw, config, jobs, roots, at, aborts, of)
+        if job is not None:
+            jobs.append(job)
     if not jobs:
         jobs.append(Job(0, (0,), 1, 1))
     if of or draw(st.booleans()):
         config = _tight(config, jobs, draw(st.sampled_from([0, 0, 1, 2])))
     return Case(config, tuple(jobs), luck=draw(st.integers(0, 30)))
+
+
+@st.composite
+def machine_options(draw: st.DrawFn, of: str = "") -> tuple[SchedulerConfig, list[list[int]]]:
+    """Options for a state machine, and beginnings for the prompts of its jobs; `of` as in `cases`."""
+    config = _options(draw, of, range(3, 11))
+    return config, draw(_ROOTS)
+
+
+@st.composite
+def jobs_after(
+    draw: st.DrawFn, config: SchedulerConfig, jobs: Sequence[Job], roots: list[list[int]], at: int, of: str = ""
+) -> Job | None:
+    """One more job behind `jobs`, which ends when it is told and not by itself; None: what was drawn is too long."""
+    job = _next_job(draw, config, jobs, roots, at, False, of)
+    return None if job is None else replace(job, out=job.cap)
 
 
 @st.composite
