@@ -42,6 +42,8 @@ def one_sentence(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         problem = (error.strerror or "cannot be opened").lower()
         return f"{error.filename}: {problem}." if error.filename else f"{error}."
+    if isinstance(error, MemoryError):
+        return "There is not enough memory for this: cut the trace into smaller files, or use a machine with more memory."
     invariant = getattr(sys.modules.get("engine.core.errors"), "InvariantError", ())
     if isinstance(error, invariant):
         return None

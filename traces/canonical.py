@@ -103,13 +103,18 @@ def read_parquet(file: TraceFile) -> Trace:
 
     try:
         table = pq.read_table(pa.BufferReader(file.data))
-    except (pa.ArrowException, OSError) as error:
+        names = set(table.column_names)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{file.path}: is a damaged Parquet file ({error}); write it again") from None
     meta = (table.schema.metadata or {}).get(_META)
     wanted = {*ROW_COLUMNS, "span_ids", "span_tokens"}
-    if meta is None or set(table.column_names) != wanted:
+    if meta is None or names != wanted:
         raise TraceError(f"{file.path}: is a Parquet file but no kvtwin trace; convert it with `kvtwin trace convert`")
-    name, concurrency, span_block = _read_header(json.loads(meta), str(file.path))
+    try:
+        header = json.loads(meta)
+    except ValueError:
+        header = {}  # which is of no version that there is
+    name, concurrency, span_block = _read_header(header, str(file.path))
     columns = {column: table[column].to_numpy() for column in ROW_COLUMNS}
     ids, tokens = (table[column].combine_chunks() for column in ("span_ids", "span_tokens"))
     counts = ids.value_lengths().to_numpy(zero_copy_only=False)
@@ -147,7 +152,8 @@ def _header(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _read_header(header: dict[str, Any], where: str) -> tuple[str, int | None, int | None]:
+def _read_header(header: Any, where: str) -> tuple[str, int | None, int | None]:
+    header = header if isinstance(header, dict) else {}
     if header.get("kvtwin_trace") != _VERSION:
         version = json.dumps(header.get("kvtwin_trace"))
         raise TraceError(f"{where}: kvtwin_trace is {version}; the header must say version {_VERSION}")

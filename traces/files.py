@@ -233,6 +233,8 @@ class TraceFile:
 
     def whole_cell(self, line: int, column: str, cell: str, least: int = 1) -> int:
         """A CSV cell as an integer of at least `least` that fits in 31 bits; `12.0` is taken too."""
+        if len(cell) < 10 and cell.isascii() and cell.isdigit() and int(cell) >= least:
+            return int(cell)
         digits = cell[:30].partition(".")
         if (
             not (digits[0].isascii() and digits[0].isdigit())

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import traces
+from traces.files import TraceFile
+from traces.readers.azure import _Clock
 
 AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2024-05-12 00:00:00.004102+00:00,2162,5
@@ -58,6 +62,33 @@ def test_azure_2024_other_zones_are_moved_to_utc(tmp_path: Path) -> None:
     rows = "2024-05-12 02:00:00+02:00,1,1\n2024-05-11 19:00:01-0500,2,2\n"
     trace = traces.load(write(tmp_path, "a.csv", AZURE_2024.splitlines()[0] + "\n" + rows))
     assert trace.arrival_ns.tolist() == [0, 1_000_000_000]
+
+
+@given(
+    st.lists(
+        st.builds(
+            "2024-05-{:02d} 11:5{}:0{}{}{}".format,
+            st.integers(1, 2),
+            st.integers(0, 1),
+            st.integers(0, 2),
+            st.sampled_from(["", ".5", ".000000001", ".1234567", ".", ".12345678901", ".1.2"]),
+            st.sampled_from(["", "Z", "+00:00", "-0130", "+0"]),
+        ),
+        max_size=12,
+    )
+)
+def test_times_of_one_second_are_what_each_is_by_itself(times: list[str]) -> None:
+    """A time is read the same, or refused the same, after any others and alone."""
+
+    def read(clock: _Clock, when: str) -> int | str:
+        try:
+            return clock.ns(2, when)
+        except traces.TraceError as error:
+            return str(error)
+
+    file = TraceFile(Path(__file__))
+    together = _Clock(file, "x", zone=True)
+    assert [read(together, when) for when in times] == [read(_Clock(file, "x", zone=True), when) for when in times]
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,23 @@ class _Clock:
     def __init__(self, file: TraceFile, example: str, zone: bool) -> None:
         self._file, self._example, self._zone = file, example, zone
         self._days: dict[str, int] = {}
+        self._last = ("", "", 0)
 
     def ns(self, number: int, when: str) -> int:
+        """The moment in ns; times of one second, which mostly follow each other, are taken apart once."""
+        second, tail = when[:19], when[19:]
+        zone = tail.lstrip(".0123456789")
+        if (second, zone) != self._last[:2]:
+            # Without the fraction, so that the whole second is kept, once the time is known to be one.
+            fraction = self._parsed(number, when) % 10**9
+            self._last = (second, zone, self._parsed(number, when) - fraction)
+            return self._last[2] + fraction
+        digits = tail[: len(tail) - len(zone)]
+        if digits and not (digits[0] == "." and 2 <= len(digits) <= 10 and "." not in digits[1:]):
+            return self._parsed(number, when)  # which says what is wrong
+        return self._last[2] + (int(digits[1:].ljust(9, "0")) if digits else 0)
+
+    def _parsed(self, number: int, when: str) -> int:
         match = _TIME.fullmatch(when)
         if match is None or (match[6] and not self._zone):
             raise self._file.error(number, f"TIMESTAMP is {when!r}; it must look like {self._example}")

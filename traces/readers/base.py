@@ -64,8 +64,9 @@ class Rows:
         self.prompt.append(prompt)
         self.output.append(output)
         self.counts.append(len(ids))
-        self.ids.extend(ids)
-        self.tokens.extend(tokens)
+        if ids:
+            self.ids.extend(ids)
+            self.tokens.extend(tokens)
         if len(self.lines) % _CHECK_ROWS == 0:
             self._check_memory()
 
