@@ -43,7 +43,7 @@ def one_sentence(error: BaseException) -> str | None:
         problem = (error.strerror or "cannot be opened").lower()
         return f"{error.filename}: {problem}." if error.filename else f"{error}."
     if isinstance(error, MemoryError):
-        return "There is not enough memory for this: cut the trace into smaller files, or use a machine with more memory."
+        return "There is not enough memory for this: cut the trace into smaller files, or use a larger machine."
     invariant = getattr(sys.modules.get("engine.core.errors"), "InvariantError", ())
     if isinstance(error, invariant):
         return None
