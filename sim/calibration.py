@@ -417,8 +417,12 @@ class Calibration:
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
-def calibrate(profile: str | Path | pd.DataFrame, about: Mapping[str, Any] | None = None) -> Calibration:
+def calibrate(
+    profile: str | Path | pd.DataFrame, about: Mapping[str, Any] | None = None, *, stairs: bool = True
+) -> Calibration:
     """Fit the step-time formula to a profile file, or to its batches and what is known `about` them.
+
+    Without `stairs`, the six terms are kept whatever the engine's times look like.
 
     Raises CalibrationError: no such file, a missing column, a time that is not positive, or too few batches.
     """
@@ -446,7 +450,7 @@ def calibrate(profile: str | Path | pd.DataFrame, about: Mapping[str, Any] | Non
         )
     device = str(found.get("device", "unknown"))
     turns = CPU_TURNS if device.lower().startswith("cpu") else GPU_TURNS
-    form, predicted = _choose(fitted, turns)
+    form, predicted = _choose(fitted, turns, stairs)
     errors = {name: _errors(predicted[mask], fitted.time[mask]) for name, mask in regimes.items() if mask.any()}
     errors["all"] = _errors(predicted, fitted.time)
     values = _solve(form.design(fitted), fitted.time)
@@ -474,7 +478,7 @@ def calibrate(profile: str | Path | pd.DataFrame, about: Mapping[str, Any] | Non
     )
 
 
-def _choose(batches: _Batches, turns: Sequence[float]) -> tuple[_Form, np.ndarray]:
+def _choose(batches: _Batches, turns: Sequence[float], stairs: bool) -> tuple[_Form, np.ndarray]:
     """The form with the smallest cross-validated relative error, and its held-out predictions.
 
     Rows get a price, and n gets tables, only if that gains what `ROWS_GAIN` and `STAIRS_GAIN` ask.
@@ -492,9 +496,10 @@ def _choose(batches: _Batches, turns: Sequence[float]) -> tuple[_Form, np.ndarra
     richer = tried([_Form(turn, True) for turn in turns])
     if richer[0] < ROWS_GAIN**2 * best[0]:
         best = richer
-    stairs = tried([_Form(0.0, knots=choose_knots(batches))])
-    if stairs[0] < STAIRS_GAIN**2 * best[0]:
-        best = stairs
+    if stairs:
+        richest = tried([_Form(0.0, knots=choose_knots(batches))])
+        if richest[0] < STAIRS_GAIN**2 * best[0]:
+            best = richest
     return best[1], best[2]
 
 

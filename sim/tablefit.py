@@ -39,7 +39,7 @@ def fit_sweep(table: TableTime, batches: Sequence[SweepBatch], device: str = "ke
             }
         )
     about = {"model": table.spec.name, "device": device, "graph_sizes": list(table.buckets)}
-    return calibrate(pd.DataFrame(rows), about)
+    return calibrate(pd.DataFrame(rows), about, stairs=False)
 
 
 def fit_six_terms(table: TableTime, trace: Trace, config: SchedulerConfig) -> Calibration:
