@@ -19,8 +19,8 @@ __all__ = ["MODULES", "build", "prefer_compiled"]
 MODULES = {
     "engine.core": (
         *("types", "request", "cohort", "waiting", "pool", "extents", "index", "radix", "ranked", "identity"),
-        *("prefixstats", "manager", "contiguous", "host", "flight", "fastforward", "tiers", "groups", "scheduler"),
-        *("records", "glide", "drive"),
+        *("prefixstats", "manager", "contiguous", "host", "flight", "fastforward", "tiers", "groups", "views"),
+        *("leaving", "placing", "admitting", "completing", "intake", "scheduler", "records", "glide", "drive"),
     ),
     "sim": ("steptime", "executor"),
 }

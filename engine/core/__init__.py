@@ -7,7 +7,8 @@ manager            block tables of requests
 policies, asking   kinds of choices, and how they are asked; orders, victims, batching: the built-in ones
 presets            the options, and the engines that they stand for
 cohort, waiting    the running decodes as one object; the queue
-scheduler          one step at a time, or many at once
+scheduler          one step at a time, or many at once; its parts are intake, placing (running requests), admitting
+                   (waiting ones), leaving, completing, views, groups (several sequences), tiers (the host's memory)
 records            what happened, in columns
 glide              decode steps with nobody waiting, in one go
 drive              the loop that joins scheduler and executor

@@ -6,6 +6,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from engine.core import leaving
 from engine.core.cohort import by_key
 from engine.core.errors import InvariantError
 from engine.core.extents import ExtentPool
@@ -26,7 +27,7 @@ def _sched(scheduler: Scheduler, request: Request) -> int:
 def digest(scheduler: Scheduler) -> str:
     """A fingerprint of everything that decides what happens next: equal states, equal futures."""
     running = [
-        (r.id, r.epoch, scheduler._known(r), _sched(scheduler, r), r.waits, scheduler._written(r))
+        (r.id, r.epoch, scheduler._known(r), _sched(scheduler, r), r.waits, leaving.num_written(scheduler, r))
         for r in scheduler._running
     ]
     waiting = [(r.id, r.epoch, r.known, r.pending, r.sched, r.host) for r in scheduler._waiting.ordered()]
@@ -71,7 +72,7 @@ def check(scheduler: Scheduler) -> None:
         _demand(0 <= sched <= len(r.table) * size, f"request {r.id} has no slot for each of its tokens", requests)
         _demand(sched <= known + pending, f"request {r.id} has more tokens planned than it has", requests)
         _demand(0 <= pending <= len(scheduler._flight), f"request {r.id} waits for {pending} tokens", requests)
-        _demand(scheduler._written(r) <= sched, f"request {r.id} has more written than planned", requests)
+        _demand(leaving.num_written(scheduler, r) <= sched, f"request {r.id} has more written than planned", requests)
         _demand(known - r.num_prompt <= r.cap, f"request {r.id} has more outputs than it may", requests)
         if scheduler._sampled and isinstance(r.identity, TokenIdentity) and not r.is_beam:
             told = r.base + max(min(r.told, scheduler._done), r.floor) + 1 if r.in_cohort else known

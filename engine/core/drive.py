@@ -89,10 +89,11 @@ def drive(
     With one step in flight: drain, schedule, run, complete. With two: drain and schedule step N + 1 while step N runs,
     then wait for N and complete it. `fast_forward` needs a FastExecutor; results are the same without, and it is off
     while blocks are recorded, so that every step is. `on_step` is told of every completed step on its own (runs of
-    steps in which nothing happens to any request are not told). `check` walks all state after every step. `foretold`:
-    with fast_forward, nothing arrives at a time that `next_ns` did not tell before, and nobody looks at the requests
-    between two waits; the executor is a GlideExecutor, and `on_finish` is told of who finishes in steps that no plan is
-    made for.
+    steps in which nothing happens to any request are not told). `check` walks all state after every step.
+
+    `foretold`: with fast_forward, nothing arrives at a time that `next_ns` did not tell before, and nobody looks at the
+    requests between two waits. The executor is then a GlideExecutor, and `on_finish` is told who finishes in steps that
+    no plan is made for (see glide.py).
     """
     depth = scheduler.config.steps_in_flight
     glides = foretold and fast_forward and log is None and recorder.blocks is None and is_plain(scheduler)

@@ -8,6 +8,7 @@ in flight; everything else goes by runs and by single steps.
 
 from __future__ import annotations
 
+from engine.core import leaving
 from engine.core.records import Recorder
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -95,7 +96,7 @@ def glide(
     ending = capped
     if len(reasons) > len(capped):
         ending = sorted([scheduler._requests[id] for id in reasons], key=_key)
-    finished = [scheduler._end(request, reasons[request.id]) for request in ending]
+    finished = [leaving.end(scheduler, request, reasons[request.id]) for request in ending]
     recorder.finished_in(last, finished, now)
     return now, finished
 

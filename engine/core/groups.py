@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from engine.core import tiers
+from engine.core import admitting, leaving, placing, tiers
 from engine.core.errors import InvariantError
 from engine.core.request import RUNNING, WAITING, Group, Request
 from engine.core.types import BlockId, PlanItem
@@ -126,10 +126,10 @@ def place_beam(scheduler: Scheduler, group: Group, budget: int, items: list[Plan
     counts = _tokens_each(scheduler, members, budget)
     last = group.members[-1]
     while _need(scheduler, members, counts) > manager.pool.num_free:
-        victim = scheduler._choose_victim(last)
-        if victim is last and scheduler._loads_behind(last):
+        victim = placing.choose_victim(scheduler, last)
+        if victim is last and placing.loads_behind(scheduler, last):
             return 0
-        scheduler._preempt(victim, preempted)
+        leaving.preempt(scheduler, victim, preempted)
         if last.state != RUNNING:
             return 0
     for member, count in zip(members, counts, strict=True):
@@ -208,7 +208,7 @@ def admit_beam(scheduler: Scheduler, group: Group, budget: int, items: list[Plan
         manager.allocate(member, hits, whole)
         if member.host:
             tiers.swap_in(scheduler, member, len(hits))
-        scheduler._start_running(member, start, len(hits) * config.block_size)
+        admitting.start_running(scheduler, member, start, len(hits) * config.block_size)
     counts = _tokens_each(scheduler, members, budget)
     for member, count in zip(members, counts, strict=True):
         admitted.append(member.id)

@@ -17,9 +17,14 @@ from typing import Any
 
 import core_kit
 
+from engine.core import admitting as admitting_module
+from engine.core import completing as completing_module
 from engine.core import drive as drive_module
 from engine.core import fastforward as fastforward_module
 from engine.core import groups as groups_module
+from engine.core import intake as intake_module
+from engine.core import leaving as leaving_module
+from engine.core import placing as placing_module
 from engine.core import tiers as tiers_module
 from engine.core.asking import Policies
 from engine.core.cohort import DecodeCohort
@@ -351,7 +356,12 @@ MUTANTS: list[Mutant] = [
     ),
     # The scheduler.
     _mutant(
-        "no check that a request can ever fit", "refused", Scheduler, "add", "if blocks > config.num_blocks:", "if 0:"
+        "no check that a request can ever fit",
+        "refused",
+        intake_module,
+        "add",
+        "if blocks > config.num_blocks:",
+        "if 0:",
     ),
     _mutant(
         "a request that only just fits is refused",
@@ -380,10 +390,10 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "keeping a block of the newest step whose input is not known yet",
         "aborts",
-        Scheduler,
-        "_written",
-        "self._seq - self._lag",
-        "self._seq",
+        leaving_module,
+        "num_written",
+        "scheduler._seq - scheduler._lag",
+        "scheduler._seq",
     ),
     _mutant(
         "a row that samples before the end of what is known",
@@ -396,36 +406,36 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a watermark while idle",
         "programs",
-        Scheduler,
-        "_has_room",
-        "config.watermark_blocks if self._running else 0",
+        admitting_module,
+        "has_room",
+        "config.watermark_blocks if scheduler._running else 0",
         "config.watermark_blocks",
     ),
     _mutant(
         "the watermark ignored",
         "watermark",
-        Scheduler,
-        "_has_room",
-        "config.watermark_blocks if self._running else 0",
+        admitting_module,
+        "has_room",
+        "config.watermark_blocks if scheduler._running else 0",
         "0",
     ),
     _mutant(
         "admission on the first chunk alone",
         "whole prompt",
-        Scheduler,
-        "_has_room",
+        admitting_module,
+        "has_room",
         "max(tokens, request.known) if config.scheduler_reserve_full_isl else tokens",
         "tokens",
     ),
     _mutant(
         "a waiting request admitted past the limit of sequences",
         "programs",
-        Scheduler,
-        "_admit",
-        "+ self._seats(request) > config.max_num_seqs",
-        "+ self._seats(request) > config.max_num_seqs + 1",
+        admitting_module,
+        "admit",
+        "+ scheduler._seats(request) > config.max_num_seqs",
+        "+ scheduler._seats(request) > config.max_num_seqs + 1",
     ),
-    _mutant("tokens admitted beyond the budget", "programs", Scheduler, "_admit", "budget -= num", "pass"),
+    _mutant("tokens admitted beyond the budget", "programs", admitting_module, "admit", "budget -= num", "pass"),
     _mutant(
         "admission in a step that preempted",
         "programs",
@@ -437,32 +447,32 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a victim from those that have their place",
         "programs",
-        Scheduler,
-        "_choose_victim",
-        "return self._running[last]",
-        "return self._running[0]",
+        placing_module,
+        "choose_victim",
+        "return scheduler._running[last]",
+        "return scheduler._running[0]",
     ),
     _mutant(
         "a user's victim from those that have their place",
         "victims",
-        Scheduler,
-        "_without_place",
+        placing_module,
+        "without_place",
         "if (turns.get(other.id, 0), other.key) >= mine and other.id not in loading",
         "if other.id not in loading",
     ),
     _mutant(
         "the preempted sent to the back",
         "programs",
-        Scheduler,
-        "_take_blocks_back",
-        "self._waiting.push(request)",
-        "request.key = (*request.key[:-2], 1 << 60, request.id); self._waiting.push(request)",
+        leaving_module,
+        "take_blocks_back",
+        "scheduler._waiting.push(request)",
+        "request.key = (*request.key[:-2], 1 << 60, request.id); scheduler._waiting.push(request)",
     ),
-    _mutant("preemptions not counted", "programs", Scheduler, "_take_blocks_back", "request.epoch += 1", "pass"),
+    _mutant("preemptions not counted", "programs", leaving_module, "take_blocks_back", "request.epoch += 1", "pass"),
     _mutant(
         "the token of a request preempted in flight is dropped",
         "programs",
-        Scheduler,
+        completing_module,
         "complete",
         "request.state != FINISHED and not request.in_cohort",
         "request.state == RUNNING and not request.in_cohort",
@@ -470,7 +480,7 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "the token of a request aborted in flight is kept",
         "programs",
-        Scheduler,
+        completing_module,
         "complete",
         "request.state != FINISHED and not request.in_cohort",
         "not request.in_cohort",
@@ -494,7 +504,7 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "deferred requests are held back for ever",
         "programs",
-        Scheduler,
+        completing_module,
         "complete",
         "for key in flight.pending_keys:",
         "for key in ():",
@@ -536,48 +546,48 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "promised blocks are not counted",
         "promise",
-        Scheduler,
-        "_has_room",
-        "spare += self._promised_blocks()",
+        admitting_module,
+        "has_room",
+        "spare += promised_blocks(scheduler)",
         "pass",
     ),
     _mutant(
         "a promise of one token too little",
         "promise",
-        Scheduler,
-        "_promised_blocks",
-        "-(-self._most_tokens(r.num_prompt, r.cap) // size)",
-        "self._most_tokens(r.num_prompt, r.cap) // size",
+        admitting_module,
+        "promised_blocks",
+        "-(-scheduler._most_tokens(r.num_prompt, r.cap) // size)",
+        "scheduler._most_tokens(r.num_prompt, r.cap) // size",
     ),
     _mutant(
         "the first in the order may be a victim",
         "first victim",
-        Scheduler,
-        "_choose_victim",
-        "len(candidates) > 1 and self._is_first(request)",
+        placing_module,
+        "choose_victim",
+        "len(candidates) > 1 and is_first(scheduler, request)",
         "False",
     ),
     _mutant(
         "decodes go on in a step of prompts",
         "batching",
-        Scheduler,
-        "_place_running",
+        placing_module,
+        "place_running",
         "if not batch.decodes:",
         "if False:",
     ),
     _mutant(
         "decodes wait for prompts although they come first",
         "batching",
-        Scheduler,
-        "_turn",
+        placing_module,
+        "turn",
         "return 0 if decodes or not batch.decodes_first else 1",
         "return 0",
     ),
     _mutant(
         "a prompt is cut although steps hold whole ones",
         "whole steps",
-        Scheduler,
-        "_admit",
+        admitting_module,
+        "admit",
         "if whole_prompts and budget < config.max_num_batched_tokens:",
         "if False:",
     ),
@@ -594,8 +604,8 @@ MUTANTS: list[Mutant] = [
         "batching",
         Scheduler,
         "schedule",
-        "blocked = not batch.admit or self._admit",
-        "blocked = self._admit",
+        "blocked = not batch.admit or admitting.admit",
+        "blocked = admitting.admit",
     ),
     _mutant(
         "a run although the cache decides who is next",
@@ -667,7 +677,7 @@ MUTANTS: list[Mutant] = [
         "fast-forward",
         DecodeCohort,
         "turns_within",
-        "(seq + step) % self._block_size",
+        "(seq + step) % self.block_size",
         "(seq + step + 1) % self._block_size",
     ),
     _mutant(
@@ -675,7 +685,7 @@ MUTANTS: list[Mutant] = [
         "fast-forward",
         DecodeCohort,
         "turns_within",
-        "turns = cycles * self._block_size",
+        "turns = cycles * self.block_size",
         "turns = (cycles + 1) * self._block_size",
     ),
     _mutant(
@@ -809,9 +819,9 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "an identity is not told what was sampled before it left the cohort",
         "programs",
-        Scheduler,
-        "_leave_cohort",
-        "self._catch_up(request)",
+        leaving_module,
+        "leave_cohort",
+        "scheduler._catch_up(request)",
         "pass",
     ),
     # Eviction.
@@ -903,17 +913,17 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a beam is preempted in part",
         "forks",
-        Scheduler,
-        "_preempt",
+        leaving_module,
+        "preempt",
         "group.members if group is not None and group.beam else [victim]",
         "[victim]",
     ),
     _mutant(
         "seats for sequences to come are not kept",
         "forks",
-        Scheduler,
-        "_start_running",
-        "self._seats_kept += self._seats(request) - 1",
+        admitting_module,
+        "start_running",
+        "scheduler._seats_kept += scheduler._seats(request) - 1",
         "pass",
     ),
     _mutant(
@@ -940,9 +950,9 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "host blocks of an aborted request kept for ever",
         "swaps",
-        Scheduler,
-        "_end",
-        "self.host.release(request.host)",
+        leaving_module,
+        "end",
+        "scheduler.host.release(request.host)",
         "pass",
     ),
     _mutant(
@@ -1011,9 +1021,9 @@ MUTANTS: list[Mutant] = [
     _mutant(
         "a victim whose blocks are in transfer",
         "loading victim",
-        Scheduler,
-        "_choose_victim",
-        "while loading and self._running[last].id in loading:",
+        placing_module,
+        "choose_victim",
+        "while loading and scheduler._running[last].id in loading:",
         "while False:",
     ),
     # ---- contiguous runs
@@ -1176,7 +1186,7 @@ EQUIVALENT: list[tuple[Mutant, str]] = [
         _mutant(
             "a completed chunk does not look at the epoch",
             "programs",
-            Scheduler,
+            completing_module,
             "complete",
             " and request.epoch == item.epoch",
             "",
