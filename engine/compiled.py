@@ -20,7 +20,8 @@ MODULES = {
     "engine.core": (
         *("types", "request", "cohort", "waiting", "pool", "extents", "index", "radix", "ranked", "identity"),
         *("prefixstats", "manager", "contiguous", "host", "flight", "fastforward", "tiers", "groups", "views"),
-        *("leaving", "placing", "admitting", "completing", "intake", "scheduler", "records", "glide", "drive"),
+        *("leaving", "placing", "admitting", "completing", "intake", "scheduler"),
+        *("signals", "records", "glide", "drive"),
     ),
     "sim": ("steptime", "executor"),
 }

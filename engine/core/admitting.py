@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.core import groups, tiers
 from engine.core.request import RUNNING, Request
-from engine.core.types import BlockId, PlanItem
+from engine.core.types import FOR_KV, FOR_NOTHING, FOR_POLICY, FOR_SEQUENCES, FOR_TOKENS, NO_LIMIT, BlockId, PlanItem
 
 if TYPE_CHECKING:
     from engine.core.scheduler import Scheduler
@@ -21,11 +21,13 @@ def head_fits(scheduler: Scheduler, now: int) -> bool:
         return False
     request = next_waiting(scheduler, now)
     if len(scheduler._running) + scheduler._seats_kept + scheduler._seats(request) > scheduler.config.max_num_seqs:
+        scheduler.waits_for = FOR_SEQUENCES
         return False
     hits = scheduler.manager.lookup(request)
     if request.host:
         hits = tiers.hits_of_swapped(scheduler, request, hits)
         if request.known + request.pending == request.sched:
+            scheduler.waits_for = FOR_KV
             return False
     elif scheduler._defer and scheduler._is_being_written(request, len(hits)):
         return False
@@ -38,9 +40,11 @@ def admit(
     """Waiting requests start, in order, while there is room. Returns whether the next was left for lack of it."""
     config = scheduler.config
     manager = scheduler.manager
+    scheduler.waits_for = FOR_TOKENS
     while scheduler._waiting and budget > 0:
         request = next_waiting(scheduler, now)
         if len(scheduler._running) + scheduler._seats_kept + scheduler._seats(request) > config.max_num_seqs:
+            scheduler.waits_for = FOR_SEQUENCES
             return True
         if request.group is not None and request.group.beam and request.group.forked:
             spent = groups.admit_beam(scheduler, request.group, budget, items, admitted)
@@ -50,6 +54,7 @@ def admit(
             continue
         hits = manager.lookup(request)
         if scheduler._defer and not request.host and scheduler._is_being_written(request, len(hits)):
+            scheduler.waits_for = FOR_POLICY
             return False
         start = len(hits) * config.block_size
         remaining = request.known - start
@@ -59,6 +64,7 @@ def admit(
             start = request.sched
             remaining = request.known + request.pending - start
             if not remaining:
+                scheduler.waits_for = FOR_KV
                 return True  # the token that ends it is in flight
         elif scheduler.transfers is not None:
             sources = tiers.host_hits(scheduler, request, len(hits))
@@ -90,6 +96,8 @@ def admit(
         if request.sched < request.known:
             scheduler._insert_chunk(request)
         budget -= num
+    if not scheduler._waiting:
+        scheduler.waits_for = FOR_NOTHING
     return budget <= 0
 
 
@@ -135,12 +143,18 @@ def has_room(scheduler: Scheduler, request: Request, hits: Sequence[BlockId], to
     elif scheduler._loading:
         spare += tiers.promised(scheduler)
     if not manager.fits(request, hits, whole, spare):
+        scheduler.waits_for = FOR_KV
         return False
     if not scheduler._running or scheduler._plain_admission:
         return True
     need = manager.need(request, hits, whole)
     view = scheduler.view_of(request, scheduler._policies.admission.oracle)
-    return scheduler._policies.admits(view, need, manager.pool.num_free, len(scheduler._running), now)
+    if scheduler._policies.admits(view, need, manager.pool.num_free, len(scheduler._running), now):
+        return True
+    scheduler.waits_for = FOR_POLICY
+    if not scheduler._reserve and manager.num_growth_blocks < NO_LIMIT:
+        scheduler.headroom = manager.pool.num_free - need - spare
+    return False
 
 
 def promised_blocks(scheduler: Scheduler) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.flight import CohortRows, InFlight
 from engine.core.request import Request
-from engine.core.types import StepPlan
+from engine.core.types import NO_LIMIT, StepPlan
 
 if TYPE_CHECKING:
     from engine.core.scheduler import Scheduler
@@ -43,6 +43,11 @@ def horizon(scheduler: Scheduler, finish_bound: int) -> Horizon:
     within = scheduler._cohort.turns_within(scheduler._seq, scheduler.manager.num_growth_blocks)
     if within < turns:
         turns, term = within, "blocks"
+    if scheduler.headroom < NO_LIMIT:
+        # From then on the head of the queue waits for blocks and not for the policy that refused it.
+        within = scheduler._cohort.turns_within(scheduler._seq, max(0, scheduler.headroom))
+        if within < turns:
+            turns, term = within, "blocks"
     return turns, term
 
 

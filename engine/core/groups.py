@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from engine.core import admitting, leaving, placing, tiers
 from engine.core.errors import InvariantError
 from engine.core.request import RUNNING, WAITING, Group, Request
-from engine.core.types import BlockId, PlanItem
+from engine.core.types import FOR_KV, FOR_SEQUENCES, FOR_TOKENS, BlockId, PlanItem
 
 if TYPE_CHECKING:
     from engine.core.scheduler import Scheduler
@@ -194,7 +194,11 @@ def admit_beam(scheduler: Scheduler, group: Group, budget: int, items: list[Plan
     spare = config.watermark_blocks if scheduler._running else 0
     if scheduler._loading:
         spare += tiers.promised(scheduler)
-    if seats > config.max_num_seqs or need + spare > manager.pool.num_free:
+    if seats > config.max_num_seqs:
+        scheduler.waits_for = FOR_SEQUENCES
+        return 0
+    scheduler.waits_for = FOR_KV
+    if need + spare > manager.pool.num_free:
         return 0
     if any(member.pending for member in members):
         return 0  # the step in flight says who continues whom
@@ -210,6 +214,7 @@ def admit_beam(scheduler: Scheduler, group: Group, budget: int, items: list[Plan
             tiers.swap_in(scheduler, member, len(hits))
         admitting.start_running(scheduler, member, start, len(hits) * config.block_size)
     counts = _tokens_each(scheduler, members, budget)
+    scheduler.waits_for = FOR_TOKENS
     for member, count in zip(members, counts, strict=True):
         admitted.append(member.id)
         if count:

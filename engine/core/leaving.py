@@ -48,6 +48,9 @@ def take_blocks_back(scheduler: Scheduler, request: Request, preempted: list[Req
     elif request in scheduler._chunks:
         scheduler._chunks.remove(request)
     scheduler._sched_tokens -= request.sched
+    scheduler.num_preempted_tokens += request.sched
+    if request.sched > request.computed:
+        request.computed = request.sched
     if scheduler.host is not None:
         tiers.swap_out(scheduler, request)
     scheduler.manager.free(request, written, ended=False)

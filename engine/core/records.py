@@ -15,6 +15,7 @@ import numpy as np
 
 from engine.core.blockmap import BlockRecorder
 from engine.core.scheduler import Scheduler
+from engine.core.signals import Signals
 from engine.core.types import Finish, PlanItem, PrefixRow, RequestSpec, StepEvents, StepOutcome, StepPlan, Usage
 
 __all__ = ["REQUEST_COLUMNS", "STEP_COLUMNS", "DecisionLog", "Lists", "Recorder"]
@@ -175,6 +176,7 @@ class Recorder:
         self._run_reserved = (_ListColumn(), _ListColumn())
         self._gaps = array("q")
         self._lost = 0
+        self._signals = Signals(scheduler)
 
     @property
     def prefix_rows(self) -> list[PrefixRow] | None:
@@ -281,6 +283,7 @@ class Recorder:
                 shared,
             )
         )
+        self._signals.planned(self._num_steps)
         self._num_steps += 1
         self._lost = 0
 
@@ -337,6 +340,7 @@ class Recorder:
             drawn = new
             may, cannot = may + cannot - drawn - beyond[0], beyond[0]
         place = self._num_steps
+        self._signals.planned(place)
         self._num_steps += 1
         self._steps.frombytes(
             _PACK_STEP(
@@ -437,6 +441,7 @@ class Recorder:
             )
         )
         self._lost = 0
+        self._signals.planned(self._num_steps)
         if turns > 1:
             place = self._num_steps
             self._run_takes.put_takes(place, marks, size)
@@ -476,6 +481,7 @@ class Recorder:
         ends = np.array(self._ends, dtype=np.int64)
         flat = flat[: np.searchsorted(flat[:, 0], len(ends), side="right")]  # the rest was cut off in flight
         table: dict[str, Any] = {name: flat[:, i].copy() for i, name in enumerate(STEP_COLUMNS)}
+        table.update(self._signals.columns(table))
         first = table["step"] - 1
         num = np.minimum(table["num_steps"], len(ends) - first)
         table["num_steps"] = num

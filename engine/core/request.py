@@ -36,6 +36,7 @@ class Request:
     __slots__ = (
         "base",
         "cap",
+        "computed",
         "epoch",
         "floor",
         "group",
@@ -91,6 +92,8 @@ class Request:
         self.state = WAITING
         self.epoch = 0
         """How often it was preempted."""
+        self.computed = 0
+        """The most tokens that it had in its blocks when it was preempted."""
         self.table: list[BlockId] = []
         """Its blocks, in order. It owns one reference to each."""
         self.host: list[BlockId] = []

@@ -31,6 +31,10 @@ from engine.core.prefixstats import PrefixStats
 from engine.core.presets import SchedulerConfig
 from engine.core.request import Group, Request
 from engine.core.types import (
+    FOR_KV,
+    FOR_NOTHING,
+    FOR_POLICY,
+    NO_LIMIT,
     BlockCopy,
     BlockHash,
     BlockId,
@@ -108,6 +112,14 @@ class Scheduler:
         """What the latest completed plans sampled, by plan: as far back as a block takes to fill, and a little more."""
         self._lag = 0
         """Plans that were in flight when the newest plan was made."""
+        self.waits_for = FOR_NOTHING
+        """Why the first of the waiting was not admitted to the newest plan (FOR_NOTHING: nobody waits)."""
+        self.headroom = NO_LIMIT
+        """Where it was refused by an admission policy: the free blocks beyond those that it needs."""
+        self.num_preempted_tokens = 0
+        """Tokens whose blocks preemptions have taken so far."""
+        self.num_recomputed_tokens = 0
+        """Tokens that plans so far compute although their request had them in its blocks before it was preempted."""
         self._threshold = config.long_prefill_token_threshold
         """Most prompt tokens of one request in this step; 0: no limit."""
         self._groups: dict[int, Group] = {}
@@ -268,6 +280,8 @@ class Scheduler:
         seq = self._seq + 1
         preempted: list[Request] = []
         items: list[PlanItem] = []
+        self.waits_for = FOR_NOTHING
+        self.headroom = NO_LIMIT
         if not self.config.long_prefill_threshold_alone:
             others = len(self._running) + len(self._waiting) > 1
             self._threshold = self.config.long_prefill_token_threshold if others else 0
@@ -283,6 +297,10 @@ class Scheduler:
         blocked = False
         if self._waiting and not preempted and not self._rejected:
             blocked = not batch.admit or admitting.admit(self, now, budget, batch.whole_prompts, items, admitted)
+            if not batch.admit and not self.waits_for:
+                self.waits_for = FOR_POLICY  # or why the head that the policy looked at does not fit
+        elif self._waiting:
+            self.waits_for = FOR_KV
         if batch is not MIXED and self._chunks and not (num_decodes or items or preempted):
             # No policy can stall those that run.
             placing.place_running(self, seq, batch._replace(decodes=True, prefills=True), items, preempted)
@@ -315,6 +333,8 @@ class Scheduler:
     def _plan_item(self, request: Request, num: int, seq: int, items: list[PlanItem]) -> None:
         """`request` computes its next `num` tokens in plan `seq`, as a row of its own."""
         start = request.sched
+        if start < request.computed:
+            self.num_recomputed_tokens += min(start + num, request.computed) - start
         samples = start + num == request.known + request.pending
         items.append(PlanItem(request.id, request.epoch, start, num, samples))
         request.sched = start + num

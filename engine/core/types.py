@@ -9,6 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NewType, Protocol
 
 __all__ = [
+    "FOR_KV",
+    "FOR_NOTHING",
+    "FOR_POLICY",
+    "FOR_SEQUENCES",
+    "FOR_TOKENS",
     "NO_LIMIT",
     "BlockCopy",
     "BlockHash",
@@ -36,6 +41,17 @@ BlockHash = NewType("BlockHash", object)
 
 NO_LIMIT = 1 << 62
 """'Never', for counts of steps and for times in ns."""
+
+# What the first of the waiting requests waits for.
+FOR_NOTHING = 0
+FOR_TOKENS = 1
+"""The step's budget of tokens."""
+FOR_SEQUENCES = 2
+"""Running sequences, of which there may be max_num_seqs."""
+FOR_KV = 3
+"""KV blocks."""
+FOR_POLICY = 4
+"""An admission or batching policy, or what another request is writing (same_step `defer`)."""
 
 
 class BlockIdentity(Protocol):

@@ -11,6 +11,7 @@ from strategies import fast_cases
 
 from engine.core import Usage
 from engine.core.records import Recorder
+from engine.core.signals import SIGNAL_COLUMNS
 
 
 def usage_by_step(recorder: Recorder, block_size: int) -> list[tuple[int, ...]]:
@@ -38,6 +39,18 @@ def usage_by_step(recorder: Recorder, block_size: int) -> list[tuple[int, ...]]:
                 )
             context = int(table["decode_context_tokens"][i]) + j * num
             out.append((int(table["step"][i]) + j, num, context, *usage))
+    return out
+
+
+def signals_by_step(recorder: Recorder) -> list[tuple[int, ...]]:
+    """(step, *signals) of every step: those of a run are the same in each step of it, and it loses no tokens."""
+    table = recorder.steps()
+    out = []
+    for i in range(len(table["step"])):
+        signals = tuple(int(table[name][i]) for name in SIGNAL_COLUMNS)
+        if table["num_steps"][i] > 1:
+            assert signals[4:] == (0, 0, 0)
+        out += [(int(table["step"][i]) + j, *signals) for j in range(int(table["num_steps"][i]))]
     return out
 
 
@@ -69,6 +82,7 @@ def same_both_ways(case: Case) -> Simulated:
     size = case.config.block_size
     assert usage_by_step(fast.recorder, size) == usage_by_step(slow.recorder, size)
     assert finished_by_step(fast.recorder) == finished_by_step(slow.recorder)
+    assert signals_by_step(fast.recorder) == signals_by_step(slow.recorder)
     total = size * case.config.num_blocks
     assert all(sum(row[3:-1]) == total for row in usage_by_step(fast.recorder, size))
     return fast
@@ -87,6 +101,9 @@ def test_fast_forward_equals_step_by_step() -> None:
         seen["with a run"] += any(run >= 3 for run in fast.runs)
         seen["preemptions"] += int(fast.recorder.requests()["num_preemptions"].sum())
         seen.update(fast.terms)
+        table = fast.recorder.steps()
+        for name in SIGNAL_COLUMNS[:4]:
+            seen[f"{name} in a run"] += bool(np.any(table[name][table["num_steps"] > 1]))
 
     check()
     assert seen["programs"] >= 2000
@@ -100,5 +117,8 @@ def test_fast_forward_equals_step_by_step() -> None:
         "in flight 1",
         "in flight 2",
         "preemptions",
+        "waiting_for_sequences in a run",
+        "waiting_for_kv in a run",
     ):
         assert seen[term] >= 50, (term, seen)
+    assert seen["waiting_for_policy in a run"], seen
