@@ -264,6 +264,15 @@ class Config:
         (), "workload", "an option of the trace's format; may be given several times", metavar="KEY=VALUE"
     )
     num_requests: int | None = _option(None, "workload", "only the first so many of the trace", low=1, high=1 << 40)
+    max_concurrency: int | None = _option(
+        None,
+        "workload",
+        "serve the trace from so many clients that each send the next request when theirs is answered (closed loop), "
+        "in the trace's order and not at its times",
+        unit="requests",
+        low=1,
+        high=1 << 24,
+    )
     time_scale: float = _option(
         1.0, "workload", "stretches (above 1) or shrinks the trace's arrival times and pauses", above=0, high=1e6
     )

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from engine.core.records import Lists
+from experiments.limits import limits
 
 __all__ = [
     "PERCENTILES",
@@ -196,8 +197,9 @@ def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
     out["step"] = out["step"] + offset
     rows = out["num_decodes"].astype(np.int64)
     out["decode_context_tokens"] = out["decode_context_tokens"] + offset * rows
-    for name in ("admitted", "preempted"):
-        out[name] = np.where(offset == 0, out[name], 0)
+    for name in ("admitted", "preempted", "preempted_tokens", "recomputed_tokens"):
+        if name in out:
+            out[name] = np.where(offset == 0, out[name], 0)
 
     taken = np.zeros(total, dtype=np.int64)  # slots of blocks taken since the run's first step
     cached = out["cached"].copy()
@@ -226,6 +228,11 @@ def expand_steps(tables: Tables) -> dict[str, np.ndarray]:
     lag = tables.steps_in_flight
     starts = np.concatenate([np.full(min(lag, total), _first_start(steps) if total else 0), ends[:-lag]])[:total]
     out["start_ns"] = np.where(offset == 0, out["start_ns"], starts)
+    if "gpu_busy_ns" in out:
+        begins = np.maximum(out["start_ns"], np.concatenate([[0], ends[:-1]])) if total else ends
+        spans = ends - begins
+        idle = np.add.reduceat(spans, first) - np.asarray(steps["gpu_busy_ns"]) if total else spans
+        out["gpu_busy_ns"] = spans - np.repeat(idle // np.maximum(lengths, 1), lengths)
     out["held"] = out["held"] + offset * rows
     out["tail"] = out["tail"] + taken - offset * rows
     out["free"] = out["free"] + out["cached"] - (taken - drawn) - cached
@@ -295,4 +302,6 @@ def summarize(tables: Tables, kv_blocks: int, slo: Slo = Slo()) -> dict[str, Any
     summary["prompt_tokens"] = int(np.asarray(requests["prompt_tokens"], dtype=np.int64)[admitted].sum())
     summary["num_steps"] = int(np.asarray(steps["num_steps"], dtype=np.int64).sum())
     summary["kv_blocks"] = int(kv_blocks)
+    if "waiting_for_kv" in steps:
+        summary |= limits(tables)
     return summary

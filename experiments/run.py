@@ -230,6 +230,6 @@ def run_trace(engine: Engine, config: Config, trace: Trace, terminal: Terminal) 
 
 def _tables(served: Served, engine: Engine) -> Tables:
     recorder = served.recorder
-    return Tables(
-        recorder.requests(), recorder.steps(), recorder.gaps(), engine.config.steps_in_flight, engine.config.block_size
-    )
+    steps = recorder.steps()
+    steps["gpu_busy_ns"] = np.array(served.busy_ns[: len(steps["step"])], dtype=np.int64)
+    return Tables(recorder.requests(), steps, recorder.gaps(), engine.config.steps_in_flight, engine.config.block_size)

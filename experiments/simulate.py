@@ -20,6 +20,7 @@ from experiments.blocks import mind_truncated, write_blocks
 from experiments.config import Config
 from experiments.errors import UsageError
 from experiments.interruption import Interruption
+from experiments.limits import limit_line
 from experiments.metrics import Tables, summarize
 from experiments.oom import describe_oom, guard_of, show_oom, unprofiled_bytes
 from experiments.prefixtable import by_tenant, show_prefix, write_prefix
@@ -429,6 +430,8 @@ def show_summary(summary: dict[str, Any], terminal: Terminal, title: str) -> Non
         lines.append(f"{summary['goodput_per_s']:,.3f} requests per s met their objectives")
     for line in lines:
         terminal.print(line + ".")
+    if "waiting_share" in summary:
+        terminal.print(limit_line(summary))
 
 
 def show(prediction: Prediction, terminal: Terminal) -> None:

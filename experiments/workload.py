@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ def load_trace(config: Config, path: str | None = None) -> Trace:
         raise UsageError(f"{name} cannot be read as a trace: {error}.") from error
     if config.num_requests is not None and config.num_requests < len(trace):
         trace = trace.head(config.num_requests)
+    if config.max_concurrency is not None:
+        trace = replace(trace, concurrency=config.max_concurrency)
     return trace
 
 

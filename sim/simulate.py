@@ -20,6 +20,7 @@ from engine.core.presets import SchedulerConfig
 from engine.core.records import DecisionLog, Recorder
 from engine.core.scheduler import Scheduler
 from engine.core.types import NO_LIMIT, Finish, RequestSpec, StepPlan
+from sim.busy import busy_columns
 from sim.calibration import Hull
 from sim.errors import SimError, StalledError
 from sim.executor import BEAM_CHURN, SimExecutor
@@ -43,6 +44,8 @@ class SimResult:
     """Simulated time at which nothing was left."""
     complete: bool = True
     """False: it was stopped after a whole step, and requests may be unfinished or not have come yet."""
+    moves: MoveTime = FREE_MOVES
+    """What block moves cost."""
 
     def requests(self) -> dict[str, Any]:
         """One row a request: name of a column -> its values."""
@@ -50,7 +53,8 @@ class SimResult:
 
     def steps(self) -> dict[str, Any]:
         """One row a step or run of equal decode steps."""
-        return self.recorder.steps()
+        table = self.recorder.steps()
+        return table | busy_columns(table, self.step_time, self.moves, self.scheduler.config.steps_in_flight)
 
     def gaps(self) -> np.ndarray:
         """ns between tokens that were not sampled in consecutive steps: int64[gaps]."""
@@ -276,7 +280,7 @@ def simulate(
             f"The simulation stands still at {env.now} ns with {scheduler.num_waiting} requests waiting, "
             f"{scheduler.num_running} running and {source.remaining} to come."
         )
-    return SimResult(recorder, scheduler, step_time, int(env.now), not replica.stopped)
+    return SimResult(recorder, scheduler, step_time, int(env.now), not replica.stopped, moves)
 
 
 def share_outside_hull(result: SimResult, hull: Hull) -> float:

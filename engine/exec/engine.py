@@ -186,6 +186,8 @@ class Served(NamedTuple):
     recorder: Recorder
     scheduler: Scheduler
     log: DecisionLog | None
+    busy_ns: list[int]
+    """How long the device computed in each step."""
 
 
 class _Row(NamedTuple):
@@ -416,7 +418,7 @@ class Engine:
             if on_step is not None:
                 on_step(plan, outcome, events)
 
-        self.served = Served(recorder, scheduler, log)
+        self.served = Served(recorder, scheduler, log, executor.busy_ns)
         self.clock.restart()
         self._wake.clear()
         loop = drive(

@@ -191,6 +191,8 @@ class TorchExecutor:
         self._seed = seed
         self._num_threads = num_threads
         self._states: dict[int, RequestState] = {}
+        self.busy_ns: list[int] = []
+        """How long each step that has run computed: forward pass and sampling, without what the host adds."""
         self._pending: list[_Job] = []
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[StepOutcome | BaseException] = queue.SimpleQueue()
@@ -298,7 +300,9 @@ class TorchExecutor:
         transfers = self._move(job.plan)
         rows, states = job.rows, job.states
         if not rows:
+            self.busy_ns.append(0)
             return StepOutcome(self.clock(), {}, transfers=transfers)
+        begin = self.clock()
         tokens = np.concatenate([state.slice(row.start, row.num) for row, state in zip(rows, states, strict=True)])
         sampling = [(row, state) for row, state in zip(rows, states, strict=True) if row.samples]
         for row, state in sampling:
@@ -312,7 +316,9 @@ class TorchExecutor:
         if sampling:
             _sample_beams(sampling, logits, step)
             _sample_sequences(sampling, logits, step)
-        return StepOutcome(self.clock(), step.tokens, tuple(step.finished), step.parents or None, transfers)
+        end = self.clock()
+        self.busy_ns.append(end - begin)
+        return StepOutcome(end, step.tokens, tuple(step.finished), step.parents or None, transfers)
 
     def _move(self, plan: StepPlan) -> tuple[TransferEnd, ...]:
         """The step's block moves, phase by phase; returns the transfers that have ended, which are all of them."""
