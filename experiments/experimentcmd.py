@@ -47,6 +47,7 @@ EXPERIMENTS: dict[str, Entry] = {
     "block_size": Entry(
         "experiments.block_size", "what the block size changes, and what 180 -> 245 requests would require"
     ),
+    "engine_equality": Entry("experiments.equality", "whether paged attention computes what attention computes"),
     "fork": Entry("experiments.fork", "memory saved where several sequences of a prompt share its blocks"),
     "preemption": Entry(
         "experiments.preemption", "recompute, swap, auto and reject over block size and link; the election night"

@@ -6,14 +6,15 @@ the cost of the lookup, which is measured here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.experiment import Column, Context, ExperimentResult, Settled, Table
+from experiments.experiment import Context, ExperimentResult, Settled
 from experiments.offline import replay
+from experiments.prefixplot import curve_table, cycle_table, picture, served_table
 
 if TYPE_CHECKING:
     from traces import Trace
@@ -24,6 +25,8 @@ MOONCAKE = "traces/mooncake/conversation_trace.jsonl.xz"
 CAPACITIES = (250_000, 500_000, 1_000_000, 2_000_000, 4_000_000)
 """Tokens."""
 CURVE_REQUESTS = 1000
+CHAT_BLOCK = 32
+"""Tokens of a block in the curves of chats. A ranked block costs the replay the same, whatever its size."""
 SLICE = 2000
 ORDERS = ("fcfs", "sjf", "lpm")
 SYSTEM_TOKENS, SYSTEM_RATE = 4000, 100
@@ -31,13 +34,15 @@ SYSTEM_TOKENS, SYSTEM_RATE = 4000, 100
 SUPPORT_TOKENS = 3200
 CLAIMED_TTFT_S = (0.850, 0.120)
 CLAIMED_LOOKUP_MS = 2.0
+NUM_USERS, PREFIX_TOKENS = 64, 4008
+"""B06: users at once, and the prefix of all of them: 250 blocks of 16 and a half."""
 DOCUMENT_TOKENS, DEVICE_DOCUMENTS, HOST_DOCUMENTS = 8192, 8, 30
 CYCLES = (8, 16, 32, 64)
 """Documents that are asked about in turn, as in a report of such a load; the device holds 8 of them, the host 30."""
 
 
 def run(context: Context) -> ExperimentResult:
-    """Curves, served runs, the document cycle, and rows A21 to A26 and A28."""
+    """Curves, served runs, the document cycle, and rows A21 to A26, A28 and B06."""
     notes: list[str] = []
     curves = _curves(context, notes)
     served = _served(context, notes)
@@ -45,6 +50,7 @@ def run(context: Context) -> ExperimentResult:
     support = context.part("support", partial(_support, context))
     system = context.part("system", partial(_system, context))
     unique = context.part("unique", partial(_unique, context))
+    users = context.part("users", partial(_users, context))
     lookup = context.part("lookup", _lookup)
     claims = [
         _a21(),
@@ -54,6 +60,7 @@ def run(context: Context) -> ExperimentResult:
         _a25(lookup),
         _a26(unique),
         _a28(support),
+        _b06(users),
     ]
     summary = {
         "curves": curves,
@@ -62,12 +69,14 @@ def run(context: Context) -> ExperimentResult:
         "support": support,
         "system": system,
         "unique": unique,
+        "users": users,
         "lookup": lookup,
         "floor_rule": _floor_rule(),
     }
-    tables = [_curve_table(curves), _served_table(served), _cycle_table(cycle)]
+    holds = {"device": DEVICE_DOCUMENTS, "host": HOST_DOCUMENTS}
+    tables = [curve_table(curves), served_table(served), cycle_table(cycle, holds)]
     notes.append("Times are simulated on a roofline and predicted; the lookup is measured on this machine.")
-    return ExperimentResult(tables, {"prefix": _picture(curves, served, cycle)}, summary, claims, notes)
+    return ExperimentResult(tables, {"prefix": picture(curves, served, cycle, holds)}, summary, claims, notes)
 
 
 # ---- hit curves ----
@@ -81,7 +90,7 @@ def _policies() -> tuple[str, ...]:
 
 def _workloads(context: Context, notes: list[str]) -> dict[str, tuple[Trace, int]]:
     """(trace, block size) by name."""
-    found = {"chats of several turns": (_chats(context.seed), 16)}
+    found = {"chats of several turns": (_chats(context.seed), CHAT_BLOCK)}
     if context.has(MOONCAKE):
         found["Mooncake conversation"] = (context.trace(MOONCAKE).head(CURVE_REQUESTS), 512)
     else:
@@ -318,6 +327,39 @@ def _unique(context: Context) -> dict[str, Any]:
     }
 
 
+def _users(context: Context) -> dict[str, Any]:
+    """B06: users who ask at once behind one prefix, as one tenant and each as its own: blocks at the peak, and hits."""
+    from engine.core.presets import SchedulerConfig
+    from traces import make_trace
+
+    shared = PREFIX_TOKENS
+    own = 100
+    config = SchedulerConfig(
+        num_blocks=NUM_USERS * 300, max_model_len=8192, max_num_batched_tokens=8192, enable_prefix_caching=True
+    )
+    step_time, _ = _machine("llama-3-8b", "a100-80g")
+    found: dict[str, Any] = {"users": NUM_USERS, "shared_tokens": shared, "own_tokens": own}
+    for name, tenants in (("one tenant", np.zeros(NUM_USERS)), ("a tenant each", np.arange(NUM_USERS))):
+        trace = make_trace(
+            np.zeros(NUM_USERS, dtype=np.int64),
+            np.full(NUM_USERS, shared + own),
+            np.full(NUM_USERS, 200),
+            spans=(
+                np.arange(0, 2 * NUM_USERS + 1, 2),
+                np.stack([np.zeros(NUM_USERS, dtype=np.int64), 1 + np.arange(NUM_USERS)], axis=1).ravel(),
+                np.tile([shared, own], NUM_USERS),
+            ),
+            tenant=tenants.astype(np.int64),
+        )
+        _, tables = context.simulate(f"users-{name.replace(' ', '-')}", trace, config, step_time)
+        taken = np.asarray(tables.steps["held"]) + np.asarray(tables.steps["tail"])
+        found[name] = {
+            "peak_blocks": int(taken.max()) // config.block_size,
+            "hit_share": _figures(tables, 1)["hit_share"],
+        }
+    return found
+
+
 def _lookup() -> dict[str, float]:
     """A25: us to hash a prompt of 4,096 tokens in blocks of 16 and look it up in vain."""
     import time
@@ -457,112 +499,18 @@ def _a28(support: Mapping[str, Mapping[str, float]]) -> Settled:
     )
 
 
-# ---- tables and picture ----
-
-
-def _curve_table(curves: Sequence[Mapping[str, Any]]) -> Table:
-    columns = [
-        Column("workload"),
-        Column("policy"),
-        Column("index"),
-        Column("capacity_tokens", "capacity, tokens", ",d"),
-        Column("hit_share", "hits", ".1%"),
-    ]
-    return Table("curves", "Hits by size of the cache", columns, [[r[c.name] for c in columns] for r in curves], False)
-
-
-def _served_table(served: Sequence[Mapping[str, Any]]) -> Table:
-    columns = [
-        Column("order"),
-        Column("cache"),
-        Column("ttft_mean_s", "mean TTFT s", ".2f"),
-        Column("ttft_p99_s", "p99 TTFT s", ".2f"),
-        Column("hit_share", "hits", ".1%"),
-        Column("requests_per_s", "requests/s", ".2f"),
-        Column("preemptions", "preempted", "d"),
-    ]
-    return Table(
-        "served", "A slice of 2,000 requests, simulated", columns, [[r[c.name] for c in columns] for r in served]
+def _b06(users: Mapping[str, Any]) -> Settled:
+    one, each = users["one tenant"], users["a tenant each"]
+    shared, blocks = users["shared_tokens"], users["shared_tokens"] // 16
+    # What the prefix takes beyond what the users' own tokens take.
+    saved = each["peak_blocks"] - one["peak_blocks"]
+    return Settled(
+        "B06",
+        "reproduced-only-if" if saved == (users["users"] - 1) * blocks else "does-not-follow",
+        f"{users['users']} users with {shared:,} tokens in common take {one['peak_blocks']:,} blocks at the peak as "
+        f"one tenant and {each['peak_blocks']:,} as a tenant each: {saved / blocks:g} copies of the prefix less; hits "
+        f"{one['hit_share']:.1%} and {each['hit_share']:.1%}",
+        condition=f"the prefix is the very beginning of all prompts, token by token, and they have one tenant and one "
+        f"adapter; whole blocks only, here {blocks} of {shared / 16:g}",
+        numbers={"one_tenant": one, "tenant_each": each, "copies_saved": saved / blocks},
     )
-
-
-def _cycle_table(cycle: Sequence[Mapping[str, Any]]) -> Table:
-    columns = [
-        Column("documents", form="d"),
-        Column("cache"),
-        Column("seconds", "s", ".1f"),
-        Column("hit_share", "hits", ".1%"),
-    ]
-    title = f"Documents in a cycle; the device holds {DEVICE_DOCUMENTS}, the host {HOST_DOCUMENTS}"
-    return Table("documents", title, columns, [[r[c.name] for c in columns] for r in cycle])
-
-
-def _picture(
-    curves: Sequence[Mapping[str, Any]], served: Sequence[Mapping[str, Any]], cycle: Sequence[Mapping[str, Any]]
-) -> bytes:
-    from matplotlib import pyplot as plt
-
-    from experiments.plots import STYLE, to_png
-
-    colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-    workloads = list(dict.fromkeys(row["workload"] for row in curves))
-    policies = list(dict.fromkeys(row["policy"] for row in curves))
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            1, len(workloads) + 2, figsize=(4.4 * (len(workloads) + 2), 4.2), layout="constrained"
-        )
-        for ax, workload in zip(axes, workloads, strict=False):
-            for policy, colour in zip(policies, colours, strict=False):
-                rows = [r for r in curves if (r["workload"], r["policy"], r["index"]) == (workload, policy, "hash")]
-                ax.plot(
-                    [r["capacity_tokens"] / 1e6 for r in rows],
-                    [100 * r["hit_share"] for r in rows],
-                    linestyle="--" if policy == "belady" else "-",
-                    marker="" if policy == "belady" else "o",
-                    markersize=3,
-                    color="black" if policy == "belady" else colour,
-                    label=f"{policy} (knows the future)" if policy == "belady" else policy,
-                )
-            ax.set(xscale="log", xlabel="cache (million tokens)", ylabel="prompt tokens hit (%)", title=workload)
-            ax.set_ylim(bottom=0)
-            ticks = sorted({row["capacity_tokens"] / 1e6 for row in curves if row["workload"] == workload})
-            ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            ax.minorticks_off()
-            ax.legend(fontsize=8)
-        bars: list[tuple[str, Callable[[Mapping[str, Any]], bool]]] = [
-            ("off", lambda r: r["cache"] == "off"),
-            ("hash", lambda r: r["cache"] == "hash"),
-            ("radix", lambda r: r["cache"] == "radix"),
-        ]
-        ax = axes[len(workloads)]
-        for i, (name, wanted) in enumerate(bars):
-            rows = [r for r in served if wanted(r)]
-            at = [ORDERS.index(r["order"]) + (i - 1) * 0.27 for r in rows]
-            ax.bar(
-                at,
-                [r["ttft_mean_s"] for r in rows],
-                0.25,
-                label=name,
-                color=colours[i],
-            )
-        ax.set_xticks(range(len(ORDERS)), ORDERS)
-        ax.set(ylabel="mean TTFT (s)", title="2,000 requests, by order and cache")
-        ax.legend(fontsize=8, title="prefix cache")
-        ax = axes[len(workloads) + 1]
-        for i, cache in enumerate(("off", "device", "device and host")):
-            rows = [r for r in cycle if r["cache"] == cache]
-            ax.plot([r["documents"] for r in rows], [r["seconds"] for r in rows], "o-", color=colours[i], label=cache)
-        for limit in (DEVICE_DOCUMENTS, HOST_DOCUMENTS):
-            ax.axvline(limit, color="#999999", linestyle=":")
-        ax.set(
-            xscale="log",
-            yscale="log",
-            xlabel="documents in a cycle",
-            ylabel="three rounds (s)",
-            title="The cliff of LRU",
-        )
-        ax.set_xticks(CYCLES, [str(num) for num in CYCLES])
-        ax.minorticks_off()
-        ax.set_yticks([10, 30, 100], ["10", "30", "100"])
-        ax.legend(fontsize=8, title="prefix cache")
-        return to_png(figure)

@@ -8,6 +8,7 @@ import traces
 from experiments.experiment import shared_folder
 from experiments.offline import replay
 from experiments.prefix import MOONCAKE, documents, documents_of
+from experiments.prefixplot import same_curves
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,13 @@ def test_no_policy_beats_the_one_that_knows_the_future() -> None:
         hits = {replay(trace, room, 16, eviction_policy=policy, prefix_index=i).hit_tokens for i in ("hash", "radix")}
         assert len(hits) == 1
         assert hits.pop() <= best
+
+
+def test_policies_with_equal_curves_share_a_line() -> None:
+    """Curves that are equal to 0.1 % are drawn once, under all of their names."""
+    curves = [
+        {"workload": "w", "policy": policy, "index": index, "capacity_tokens": size, "hit_share": share + size / 1000}
+        for policy, index, share in (("lru", "hash", 0.1), ("fifo", "hash", 0.10001), ("lfu", "hash", 0.2))
+        for size in (1, 2)
+    ]
+    assert same_curves(curves, "w") == {(10.1, 10.2): ["lru", "fifo"], (20.1, 20.2): ["lfu"]}
