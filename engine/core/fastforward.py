@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.flight import CohortRows, InFlight
 from engine.core.request import Request
-from engine.core.types import NO_LIMIT, StepPlan
+from engine.core.types import StepPlan
 
 if TYPE_CHECKING:
     from engine.core.scheduler import Scheduler
@@ -40,14 +40,13 @@ def horizon(scheduler: Scheduler, finish_bound: int) -> Horizon:
     cap_seq = scheduler._cohort.next_cap()
     if cap_seq - scheduler._seq < turns:
         turns, term = cap_seq - scheduler._seq, _cap_term(scheduler._cohort.capped(cap_seq))
-    within = scheduler._cohort.turns_within(scheduler._seq, scheduler.manager.num_growth_blocks)
+    free = scheduler.manager.num_growth_blocks
+    if scheduler.headroom < free:
+        # Once these are taken, the head of the queue waits for blocks and not for the policy that refused it.
+        free = max(0, scheduler.headroom)
+    within = scheduler._cohort.turns_within(scheduler._seq, free)
     if within < turns:
         turns, term = within, "blocks"
-    if scheduler.headroom < NO_LIMIT:
-        # From then on the head of the queue waits for blocks and not for the policy that refused it.
-        within = scheduler._cohort.turns_within(scheduler._seq, max(0, scheduler.headroom))
-        if within < turns:
-            turns, term = within, "blocks"
     return turns, term
 
 
