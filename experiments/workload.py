@@ -29,6 +29,8 @@ def load_trace(config: Config, path: str | None = None) -> Trace:
 
     name = path if path is not None else config.trace
     assert name is not None  # required by every command that comes here
+    if Path(name).is_dir():
+        raise UsageError(f"{name} is a folder; a trace is one file (of a ServeGen pool, a tar of its folder).")
     if not Path(name).is_file():
         raise FileNotFoundError(2, "No such file or directory", name)
     options = dict(_key_value(text) for text in config.trace_option)

@@ -64,6 +64,7 @@ def test_format_and_options_reach_the_reader(tmp_path: Path, capsys: pytest.Capt
     assert first == again
     assert first != other
     assert run(capsys, *stats, str(samples["vidur"]), "--seed", "3", "--format", "vidur")["n"] == 2
+    assert "is a folder; a trace is one file" in refused(capsys, *stats, str(tmp_path))
     wrong = refused(capsys, *stats, str(samples["vidur"]), "--format", "mooncake")
     assert "line 1: is not JSON" in wrong
     assert "unknown trace format 'vidr'; known are" in refused(
