@@ -11,7 +11,7 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,14 +153,9 @@ def _kv_blocks(facts: EngineFacts, config: Config, predict_blocks: bool) -> tupl
         )
     from sim.memory import DEFAULT_VERSION, MemoryRequest, plan
 
-    spec = facts.model
-    if facts.expert_ranks > 1:
-        # Each rank holds its share of the experts, whole.
-        experts = max(1, spec.experts // facts.expert_ranks)
-        spec = replace(spec, experts=experts, experts_per_token=min(experts, spec.experts_per_token))
     made = plan(
         MemoryRequest(
-            spec,
+            facts.model,
             facts.hardware,
             facts.version or DEFAULT_VERSION,
             facts.tp,
@@ -172,6 +167,7 @@ def _kv_blocks(facts: EngineFacts, config: Config, predict_blocks: bool) -> tupl
             dtype=facts.dtype,
             kv_dtype=facts.kv_dtype,
             enforce_eager=not facts.graph_sizes,
+            expert_ranks=facts.expert_ranks,
         )
     )
     if made.refusal is not None:

@@ -51,13 +51,23 @@ class MemoryRequest:
     """--num-gpu-blocks-override."""
     layers_peak: int | None = None
     """Bytes of the layers' peak, traced elsewhere, instead of vLLM's declared liveness."""
+    expert_ranks: int = 1
+    """Ranks over which experts are split whole (expert parallelism), tensor- times data-parallel size; 1: not so."""
     extra_peak: int = 0
     """Bytes that the profiling run finds beside the layers: see sim.oom.Transients.unprofiled."""
 
     def __post_init__(self) -> None:
         if self.utilization is not None and not 0.0 < self.utilization <= 1.0:
             raise SimError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.utilization}.")
-        for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "pp"):
+        for name in (
+            "block_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_blocks",
+            "pp",
+            "expert_ranks",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SimError(f"{name} must be 1 or more, not {value}.")
@@ -158,9 +168,12 @@ def plan(request: MemoryRequest) -> Plan:
     element = dtype_bytes(spec.dtype if request.dtype is None else request.dtype)
     length = request.max_model_len or spec.max_position
     tokens, seqs, chunked = _batch(request, rules, length)
-    weights = weight_bytes(spec, weight_format(request.quantization), element, tp)
+    weights = weight_bytes(spec, weight_format(request.quantization), element, tp, request.expert_ranks)
     share = _stage(request.pp)
-    layers, sampler = peak_bytes(spec, rules, device, tokens, min(seqs, tokens), element, tp)
+    replicas = max(1, request.expert_ranks // tp)
+    layers, sampler = peak_bytes(
+        spec, rules, device, tokens, min(seqs, tokens), element, tp, request.expert_ranks, replicas
+    )
     if request.layers_peak is not None:
         layers = request.layers_peak + cublas_bytes(device)
     layers += request.extra_peak

@@ -18,6 +18,7 @@ from sim.transients import (
     cublas_bytes,
     eager_attention_bytes,
     eager_decode_bytes,
+    expert_bytes,
     layer_bytes,
     prompt_logprobs_bytes,
     sampler_bytes,
@@ -73,7 +74,11 @@ class Transients:
             )
             parts.append((layers + matrix, "attention"))
         if rows:
-            parts.append((sampler_bytes(made.rules.sampler, rows, spec, element, request.device, tokens), "sampler"))
+            kept = 0
+            if made.rules.expert_workspace:  # grown to the largest step while profiling
+                kept = expert_bytes(spec, made.max_num_batched_tokens, element, request.tp)
+            drawn = sampler_bytes(made.rules.sampler, rows, spec, element, request.device, tokens)
+            parts.append((kept + drawn, "sampler"))
         if self.prompt_logprobs:
             asked = [item.num_tokens for item in chunks if asks_for_logprobs(item.request, self.prompt_logprobs)]
             if asked:

@@ -7,7 +7,7 @@ names. A version is described by the newest entry that is not newer than it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sim.errors import SimError
 from sim.hardware import Device
@@ -24,10 +24,11 @@ vLLM 0.7, vllm#12529) and 0.16 (H100, vllm#12126)."""
 GROWTH_V1_BYTES = int(0.24 * _GIB)
 """The same with torch.compile and Triton kernels: Qwen3-8B on a card of 23.5 GiB, vLLM 0.21, LMCache#3430: 0.8 GiB
 beside weights and graphs, of which the sampler takes 0.57."""
-GRAPH_PROFILING_BYTES = int(0.28 * _GIB)
+GRAPH_PROFILING_BYTES = int(0.15 * _GIB)
 """What is left behind by capturing graphs within the profiling run (0.17 to 0.20): gpt-oss-20b on an A100-80G, vLLM
-0.19.0, utilization 0.65: 13.72 GiB of weights and 36.56 available leave 1.30 GiB, of which the sampler takes 0.77 and
-`GROWTH_V1_BYTES` 0.24 (myoceane.fr, 2026-04-18). With the 79.25 GiB that newer drivers report it would be 0.22."""
+0.19.0, utilization 0.65: 13.72 GiB of weights and 36.56 available leave 1.30 GiB, of which the sampler takes 0.77, the
+workspace of the experts 0.13 and `GROWTH_V1_BYTES` 0.24 (myoceane.fr, 2026-04-18). With the 79.25 GiB that newer
+drivers report it would be 0.09."""
 FRAGMENTATION_BYTES = int(0.35 * _GIB)
 """Reserved by PyTorch's allocator beyond the peak that was allocated: vllm#2031 began to count all that the device
 lacks, and Llama-2-7B on an A100 went from 7,449 blocks of 8 MiB to 7,351; the context is `CONTEXT_BYTES` of that."""
@@ -58,6 +59,8 @@ class Release:
     growth_bytes: int = 0
     graph_profiling_bytes: int = 0
     counts_graphs: bool = False
+    expert_workspace: bool = False
+    """Whether the buffers of the experts are kept, so that they are there while the sampler runs."""
     chunked_above: int = 0
     """V0: the max_model_len above which chunked prefill is on by default; 0: never."""
     chunked_tokens: int = 512
@@ -78,41 +81,41 @@ class Release:
         return 2048, 256
 
 
-_V1 = {"engine": "V1", "null_block": True, "growth_bytes": GROWTH_V1_BYTES}
+_V0 = Release((0, 2, 5), "V0", swap_gib=4, counts_context=True, counts_reserved=True, source="vllm#2031")
+_CUT = replace(_V0, since=(0, 5, 4), chunked_above=32768, source="vllm#6666")
+_PEAK = replace(_CUT, since=(0, 6, 4), counts_reserved=False, source="vllm#9352")
+_V1 = Release((0, 8, 0), "V1", null_block=True, growth_bytes=GROWTH_V1_BYTES, source="V1 by default")
+_TRITON = replace(
+    _V1,
+    since=(0, 17, 0),
+    sampler="triton",
+    expert_workspace=True,
+    graph_profiling_bytes=GRAPH_PROFILING_BYTES,
+    source="gpu_worker.determine_available_memory and topk_topp_sampler of 0.19.1",
+)
+_GRAPHS = replace(_TRITON, since=(0, 21, 0), graph_profiling_bytes=0, counts_graphs=True, source="vllm#30515")
+_HIGHER = replace(_GRAPHS, since=(0, 22, 0), utilization=0.92, source="CacheConfig")
 RELEASES: tuple[Release, ...] = (
-    Release((0, 2, 5), "V0", swap_gib=4, counts_context=True, counts_reserved=True, source="vllm#2031"),
-    Release(
-        (0, 5, 4), "V0", swap_gib=4, counts_context=True, counts_reserved=True, chunked_above=32768, source="vllm#6666"
-    ),
-    Release((0, 6, 4), "V0", swap_gib=4, counts_context=True, chunked_above=32768, source="vllm#9352"),
-    Release(
-        (0, 6, 5), "V0", swap_gib=4, counts_context=True, chunked_above=32768, chunked_tokens=2048, source="vllm#10511"
-    ),
-    Release(
-        (0, 7, 0),
-        "V0",
-        swap_gib=4,
-        growth_bytes=GROWTH_V0_BYTES,
-        chunked_above=32768,
+    _V0,
+    _CUT,
+    _PEAK,
+    replace(_PEAK, since=(0, 6, 5), chunked_tokens=2048, source="vllm#10511"),
+    replace(
+        _PEAK,
+        since=(0, 7, 0),
         chunked_tokens=2048,
+        counts_context=False,
+        growth_bytes=GROWTH_V0_BYTES,
         source="vllm#12126",
     ),
-    Release((0, 8, 0), **_V1, source="V1 by default"),  # type: ignore[arg-type]
-    Release(
-        (0, 17, 0),
-        **_V1,  # type: ignore[arg-type]
-        sampler="triton",
-        graph_profiling_bytes=GRAPH_PROFILING_BYTES,
-        source="gpu_worker.determine_available_memory and topk_topp_sampler of 0.19.1",
-    ),
-    Release((0, 21, 0), **_V1, sampler="triton", counts_graphs=True, source="vllm#30515, default since 0.21"),  # type: ignore[arg-type]
-    Release((0, 22, 0), **_V1, sampler="triton", counts_graphs=True, utilization=0.92, source="CacheConfig"),  # type: ignore[arg-type]
-    Release(
-        (0, 33, 0),
-        **_V1,  # type: ignore[arg-type]
+    _V1,
+    _TRITON,
+    _GRAPHS,
+    _HIGHER,
+    replace(
+        _HIGHER,
+        since=(0, 33, 0),
         sampler="flashinfer",
-        counts_graphs=True,
-        utilization=0.92,
         source="gpu_worker, worker/gpu/model_runner and worker/gpu/sample of 0.33.0",
     ),
 )

@@ -20,6 +20,7 @@ __all__ = [
     "cublas_bytes",
     "eager_attention_bytes",
     "eager_decode_bytes",
+    "expert_bytes",
     "layer_bytes",
     "peak_bytes",
     "prompt_logprobs_bytes",
@@ -33,14 +34,31 @@ _SEGMENTED_ROWS = 128
 """Fewest sequences that torch.sort sorts as segments; fewer, but more than one, are sorted twice as a whole."""
 
 
-def layer_bytes(spec: ModelSpec, tokens: int, element: int = 2, tp: int = 1) -> int:
+def layer_bytes(spec: ModelSpec, tokens: int, element: int = 2, tp: int = 1, experts: bool = True) -> int:
     """Bytes alive at the widest point of a layer, of `tokens` scheduled ones, on one of `tp` devices.
 
-    A token of a mixture visits `experts_per_token` experts, each with its gate, up and product.
+    `experts`: whether the buffers of a mixture's experts count (`expert_bytes`), or are kept elsewhere.
     """
-    wide = 3 * max(1, spec.experts_per_token) * spec.intermediate // tp
     states = 3 if tp == 1 else 5
-    return tokens * (wide + states * spec.hidden) * element
+    if spec.experts:
+        wide = expert_bytes(spec, tokens, element, tp) if experts else 0
+        return wide + tokens * states * spec.hidden * element
+    return tokens * (3 * spec.intermediate // tp + states * spec.hidden) * element
+
+
+def expert_bytes(
+    spec: ModelSpec, tokens: int, element: int = 2, tp: int = 1, expert_ranks: int = 1, replicas: int = 1
+) -> int:
+    """Bytes of the experts' two buffers, for every (token, chosen expert): TritonExperts.workspace_shapes of 0.19.
+
+    One holds gate and up, or what a token gets back; the other their product, or the token. With experts that are
+    split whole over ranks, their width is not, and with `replicas` of the attention each sees the tokens of all.
+    """
+    if not spec.experts:
+        return 0
+    inner = spec.intermediate if expert_ranks > 1 else spec.intermediate // tp
+    rows = tokens * (replicas if expert_ranks > 1 else 1) * spec.experts_per_token
+    return rows * (max(2 * inner, spec.hidden) + max(inner, spec.hidden)) * element
 
 
 def eager_attention_bytes(spec: ModelSpec, tokens: int, context: int, tp: int = 1) -> int:
@@ -112,14 +130,23 @@ def cublas_bytes(device: Device) -> int:
 
 
 def peak_bytes(
-    spec: ModelSpec, release: Release, device: Device, tokens: int, rows: int, element: int, tp: int = 1
+    spec: ModelSpec,
+    release: Release,
+    device: Device,
+    tokens: int,
+    rows: int,
+    element: int,
+    tp: int = 1,
+    expert_ranks: int = 1,
+    replicas: int = 1,
 ) -> tuple[int, int]:
     """(peak of the layers, peak of the sampler) of a profiling run with so many tokens and sequences.
 
-    Tensor parallel: the logits of all devices are gathered on each.
+    Tensor parallel: the logits of all devices are gathered on each. Buffers of experts count in the layers, and in
+    both where the release keeps them.
     """
     workspace = cublas_bytes(device)
-    return (
-        layer_bytes(spec, tokens, element, tp) + workspace,
-        sampler_bytes(release.sampler, rows, spec, element, device, tokens) + workspace,
-    )
+    experts = expert_bytes(spec, tokens, element, tp, expert_ranks, replicas)
+    layers = layer_bytes(spec, tokens, element, tp, experts=False) + experts + workspace
+    sampler = sampler_bytes(release.sampler, rows, spec, element, device, tokens) + workspace
+    return layers, sampler + (experts if release.expert_workspace else 0)

@@ -83,12 +83,17 @@ class WeightBytes:
         return self.matrices + self.scales + self.tables + self.rest
 
 
-def matrices(spec: ModelSpec, tp: int = 1) -> Iterator[tuple[int, int, int]]:
-    """(outputs, inputs, how many in the whole model) of every quantisable matrix, as one of `tp` devices has it."""
+def matrices(spec: ModelSpec, tp: int = 1, expert_ranks: int = 1) -> Iterator[tuple[int, int, int]]:
+    """(outputs, inputs, how many) of every quantisable matrix on one of `tp` devices.
+
+    With `expert_ranks` above 1 experts are not cut: each rank has its share of them, whole.
+    """
     queries = spec.heads * spec.head_dim // tp
     keys = spec.kv_heads_per_device(tp) * spec.head_dim
     experts = max(1, spec.experts)
     inner = spec.intermediate // tp
+    if spec.experts and expert_ranks > 1:
+        experts, inner = -(-spec.experts // expert_ranks), spec.intermediate
     yield queries, spec.hidden, spec.layers
     yield keys, spec.hidden, 2 * spec.layers
     yield spec.hidden, queries, spec.layers
@@ -96,7 +101,9 @@ def matrices(spec: ModelSpec, tp: int = 1) -> Iterator[tuple[int, int, int]]:
     yield spec.hidden, inner, spec.layers * experts
 
 
-def weight_bytes(spec: ModelSpec, form: WeightFormat, dtype: str | int | None = None, tp: int = 1) -> WeightBytes:
+def weight_bytes(
+    spec: ModelSpec, form: WeightFormat, dtype: str | int | None = None, tp: int = 1, expert_ranks: int = 1
+) -> WeightBytes:
     """Bytes of the weights on one of `tp` devices; `dtype` is that of what the format does not quantise.
 
     Raises ModelError where the model cannot be split over `tp` devices.
@@ -104,13 +111,13 @@ def weight_bytes(spec: ModelSpec, form: WeightFormat, dtype: str | int | None = 
     spec.check_tp(tp)
     element = dtype_bytes(spec.dtype if dtype is None else dtype)
     bits = form.bits or 8 * element
-    stored = scales = elements = 0
-    for outputs, inputs, count in matrices(spec, tp):
-        elements += outputs * inputs * count
+    stored = scales = 0
+    for outputs, inputs, count in matrices(spec, tp, expert_ranks):
         stored += outputs * inputs * count * bits // 8
         scales += outputs * count * form.channel_scale_bytes
         scales += outputs * -(-inputs // _GROUP) * count * form.group_bits // 8
     tables = -(-spec.vocab // tp) * spec.hidden * (1 if spec.tied else 2) * element
+    elements = sum(outputs * inputs * count for outputs, inputs, count in matrices(spec, tp))
     # What is in no matrix and no table, of the exact count that the shape gives.
     rest = spec.weights_bytes(element, tp) - elements * element - tables
     return WeightBytes(stored, scales, tables, rest)
