@@ -227,8 +227,8 @@ def _legal(spikes: list[dict[str, Any]]) -> Settled:
     return Settled(
         "A10",
         "reproduced-only-if" if cured else "does-not-follow",
-        f"served at 0.90, {', '.join(sorted(died(0.9))) or 'nobody'} die of the prompt of 28,000 tokens; 0.80 cures "
-        f"{', '.join(cured) or 'nobody'}, and not {', '.join(hopeless) or 'anybody'}; it gives up {given:,} tokens "
+        f"served at 0.90, {'; '.join(sorted(died(0.9))) or 'nobody'} die of the prompt of 28,000 tokens; 0.80 cures "
+        f"{'; '.join(cured) or 'nobody'}, and not {'; '.join(hopeless) or 'anybody'}; it gives up {given:,} tokens "
         f"of KV",
         condition=(
             "nobody profiled what the long prompt needs: log-probabilities of its tokens, of which V0 keeps three "
