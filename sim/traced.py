@@ -25,7 +25,7 @@ from engine.models.config import DecoderConfig
 from engine.models.llama import Decoder, expected_weights
 from kernels.attention import layout_step
 from kernels.cache import PagedKVCache
-from sim.errors import ModelError, SimError
+from sim.errors import SimError
 from sim.models import ModelSpec
 
 __all__ = ["ATTENTIONS", "Attention", "TracedPeak", "decoder_config", "traced_layers_bytes", "traced_peak"]
@@ -49,8 +49,6 @@ class TracedPeak:
 
 def decoder_config(spec: ModelSpec) -> DecoderConfig:
     """The engine's own configuration of a simulated model."""
-    if spec.experts and (spec.qk_norm or spec.qkv_bias):
-        raise ModelError(f"Model '{spec.name}' mixes experts with norms or biases; the engine has no such decoder.")
     return DecoderConfig(
         architecture="traced",
         num_layers=spec.layers,
