@@ -86,7 +86,11 @@ COMMANDS: dict[str, Command] = {
         "fit the step time to a profile and say how far to trust it",
         "experiments.calibrate:execute",
         options=("seed", "out"),
-        arguments=(_argument("profile", help="what `kvtwin profile` wrote", metavar="PROFILE"),),
+        arguments=(
+            _argument(
+                "profile", help="what `kvtwin profile` wrote, or a CSV of steps, batches and times", metavar="PROFILE"
+            ),
+        ),
         defaults=(("out", "calibration.json"),),
     ),
     "plan": Command(

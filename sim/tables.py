@@ -254,8 +254,11 @@ def read_kernel_tables(folder: str | Path, spec: ModelSpec, tp: int = 1, expert_
     )
 
 
-def _table(path: Path, numbers: Sequence[str], texts: Sequence[str] = ()) -> pd.DataFrame:
-    """A CSV's columns by name, numeric where they must be. Raises CalibrationError."""
+def _table(path: Path, numbers: Sequence[str], texts: Sequence[str] = (), gaps: bool = False) -> pd.DataFrame:
+    """A CSV's columns by name, numeric where they must be; with `gaps`, rows that lack a number are left out.
+
+    Raises CalibrationError.
+    """
     import pandas as pd
 
     if not path.is_file():
@@ -267,6 +270,8 @@ def _table(path: Path, numbers: Sequence[str], texts: Sequence[str] = ()) -> pd.
     missing = [name for name in (*texts, *numbers) if name not in table.columns]
     if missing:
         raise CalibrationError(f"'{path}' has no column {missing[0]}; it needs {', '.join((*texts, *numbers))}.")
+    if gaps:
+        table = table.dropna(subset=list(numbers)).reset_index(drop=True)
     for name in numbers:
         values = pd.to_numeric(table[name], errors="coerce")
         bad = np.flatnonzero(~np.isfinite(values.to_numpy(float)) | (values.to_numpy(float) < 0))
@@ -352,7 +357,7 @@ def _skew(path: Path) -> Skew | None:
     """
     if not path.is_file():
         return None
-    table = _table(path, ("n", "nb", "pc", "kv_mean", "t_mean_us", "t_max_us", "t_skew_us"))
+    table = _table(path, ("n", "nb", "pc", "kv_mean", "t_mean_us", "t_max_us", "t_skew_us"), gaps=True)
     if "layer" in table.columns:
         table = table[table["layer"] == "attention"]
     keep = (table["t_mean_us"] > 0) & (table["t_max_us"] > table["t_mean_us"]) & (table["kv_mean"] >= 1)

@@ -193,6 +193,30 @@ def test_experts_are_looked_up_at_the_expected_distinct_ones(tmp_path: Path, moe
     assert ranks[0].duration(small) == second > first  # a rank waits for the slowest
 
 
+def test_experts_that_were_measured_per_rank_are_taken_as_they_are(tmp_path: Path, moe: ModelSpec) -> None:
+    """A table with an `ep` column has rows of each size of a group, against all its tokens and a rank's experts."""
+    write_profile(tmp_path, moe=True)
+    path = tmp_path / "tp1" / "moe.csv"
+    whole = pd.read_csv(path)
+    half = whole[whole["activated_experts"] <= 8].assign(time_us=lambda t: 1000 + t["activated_experts"])
+    pd.concat([whole.assign(ep=1), half.assign(ep=2)]).to_csv(path, index=False)
+    tables = read_kernel_tables(tmp_path, moe, expert_ranks=2)
+    assert tables.expert_ranks == 2
+    split = TableTime(moe, tables, allreduce=Curve([0, 1], [0, 0]), expert_ranks=2)
+    assert split._experts_ns(64) == pytest.approx(4 * 1e3 * (1000 + 8), rel=1e-3)
+    assert read_kernel_tables(tmp_path, moe, expert_ranks=4).expert_ranks == 1
+
+
+def test_a_mix_without_a_time_is_left_out(tmp_path: Path, spec: ModelSpec) -> None:
+    """Mixes that the profiler could not measure do not spoil the rest of skew.csv."""
+    write_profile(tmp_path)
+    path = tmp_path / "tp1" / "skew.csv"
+    table = pd.read_csv(path)
+    table.loc[0, "t_skew_us"] = np.nan
+    table.to_csv(path, index=False)
+    assert read_kernel_tables(tmp_path, spec).skew is not None
+
+
 def test_a_group_that_shares_experts_serves_a_trace_together(tmp_path: Path, moe: ModelSpec) -> None:
     """Two ranks share the load evenly, serve everything, and are slower than with experts of their own elsewhere."""
     tables = read_kernel_tables(write_profile(tmp_path, moe=True), moe)
@@ -237,6 +261,17 @@ def test_links(tmp_path: Path) -> None:
     (tmp_path / "allreduce.csv").write_text("bytes,time_us\n1000,5\n2000,7\n")
     curve, source = allreduce_curve(pro, 2, tmp_path)
     assert curve(1500) == pytest.approx(6_000)
+    (tmp_path / "allreduce.csv").unlink()
+    (tmp_path / "hardware.yaml").write_text(
+        "measured: {interconnect: {samples: [{collective: all_gather, bytes: 10, us: 1},"
+        " {collective: all_reduce, bytes: 1000, us: 8}, {collective: all_reduce, bytes: 3000, us: 10}]}}"
+    )
+    curve, source = allreduce_curve(pro, 2, tmp_path)
+    assert "hardware.yaml" in source
+    assert curve(2000) == pytest.approx(9_000)
+    (tmp_path / "hardware.yaml").write_text("measured: {interconnect: {samples: [{bytes: x}]}}")
+    with pytest.raises(CalibrationError, match="not a description of hardware"):
+        allreduce_curve(pro, 2, tmp_path)
     with pytest.raises(SimError, match="no link"):
         allreduce_curve(device("rtx4090").__class__("x", 1e12, 1e11, 1 << 30), 2)
 
