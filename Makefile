@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 
-.PHONY: venv demo test test-long oracle test-oracle bench-core lint format clean
+.PHONY: venv demo test test-long oracle test-oracle bench-core bench-sim bench-peers lint format clean
 
 venv: $(STAMP)
 	@$(BIN)/python -m engine.compiled
@@ -37,6 +37,14 @@ test-oracle: venv
 
 bench-core: venv
 	$(BIN)/python benchmarks/core.py
+
+# Whole simulations: requests per CPU-second, memory, linearity.
+bench-sim: venv
+	$(BIN)/python benchmarks/sim.py
+
+# The same beside another simulator, in an environment of its own outside of this folder.
+bench-peers: venv
+	$(BIN)/python benchmarks/peers.py
 
 lint: venv
 	$(BIN)/ruff check .
