@@ -63,6 +63,9 @@ def build() -> int:
     if all(_is_made(package) for package in MODULES):
         return 0
     print("Compiling the core (about a minute) ...", file=sys.stderr)
+    made = {
+        package: _digest() for package in MODULES
+    }  # of the sources as they are copied, should they change meanwhile
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         for package in ("engine", "sim", "traces"):
@@ -81,7 +84,6 @@ def build() -> int:
             target = FOLDER / library.relative_to(work)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(library, target)
-        made = {package: _digest() for package in MODULES}
         (FOLDER / "sources.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
     return 0
 

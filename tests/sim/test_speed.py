@@ -79,7 +79,8 @@ def test_work_grows_linearly_with_requests() -> None:
 def test_steps_without_plans_publish_what_planned_ones_do(same_step: str) -> None:
     """Sessions whose answers are hit later come out the same with and without plans, under each same-step rule."""
     sessions = {"turns": {"dist": "uniform", "low": 1, "high": 4}, "think_s": 1.0}
-    trace = poisson(60, 3.0, sessions=sessions, prompt_tokens=40, output_tokens={"dist": "uniform", "low": 1, "high": 60})
+    lengths = {"prompt_tokens": 40, "output_tokens": {"dist": "uniform", "low": 1, "high": 60}}
+    trace = poisson(60, 3.0, sessions=sessions, **lengths)
     options = config(400, same_step=same_step)
     fast = simulate(trace, options, MODEL, check=True)
     slow = simulate(trace, options, MODEL, fast_forward=False)
