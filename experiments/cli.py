@@ -124,6 +124,13 @@ COMMANDS: dict[str, Command] = {
                 action=argparse.BooleanOptionalAction,
                 default=None,
             ),
+            _argument("--data-parallel-size", help="replicas of the attention", type=int, default=None, metavar="N"),
+            _argument(
+                "--enable-expert-parallel",
+                help="experts are split whole over tensor- times data-parallel ranks",
+                action="store_true",
+                default=None,
+            ),
             _argument(
                 "--activations",
                 help="the layers' peak: vllm (its declared liveness) or traced (our engine's own code; needs torch)",
@@ -437,7 +444,7 @@ def _add_flag(group: Any, option: Option, default: Any, required: bool) -> None:
         notes.append("required")
     elif option.kind is bool:
         notes.append(f"default yes; {negative} turns it off" if default else "default no")
-    elif default not in (None, ()):
+    elif default not in (None, (), ""):
         notes.append(f"default {default}")
     if notes:
         text += f" ({', '.join(notes)})"

@@ -22,10 +22,15 @@ _GIB = 1 << 30
 def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
     """`kvtwin plan`: the budget as a table; returns the same as numbers."""
     eager, chunked = bool(args.enforce_eager), args.enable_chunked_prefill
+    replicas, whole = args.data_parallel_size, bool(args.enable_expert_parallel)
     if args.line:
         found, ignored = read_serve_line(args.line)
         eager = eager or bool(found.pop("enforce_eager", False))
         chunked = found.pop("enable_chunked_prefill", None) if chunked is None else chunked
+        whole = bool(found.pop("enable_expert_parallel", False)) or whole
+        named = str(found.pop("data_parallel_size", "1"))
+        if replicas is None:
+            replicas = int(named) if named.isdigit() else 0
         config = _overlaid(config, found)
         if ignored:
             terminal.note(f"Says nothing about memory: {', '.join(ignored)}.")
@@ -33,8 +38,12 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
         raise UsageError('`kvtwin plan` needs --model, or a line to read: "vllm serve MODEL ...".')
     if config.hardware is None:
         raise UsageError("`kvtwin plan` needs --hardware: a device of the catalogue, or a file that describes one.")
+    replicas = 1 if replicas is None else replicas
+    if replicas < 1:
+        raise UsageError("--data-parallel-size must be a whole number from 1 on.")
+    spec = load_model(config.model)
     request = MemoryRequest(
-        spec=load_model(config.model),
+        spec=spec,
         device=load_device(config.hardware),
         version=config.vllm_version,
         tp=config.tensor_parallel_size,
@@ -51,6 +60,7 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
         swap_gib=config.swap_space,
         enforce_eager=eager,
         num_blocks=config.num_gpu_blocks_override,
+        expert_ranks=config.tensor_parallel_size * replicas if whole and spec.experts else 1,
     )
     if args.activations == "traced":
         terminal.note("The layers' peak is that of this project's engine, whose sampler and start are not vLLM's.")

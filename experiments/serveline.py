@@ -13,14 +13,17 @@ __all__ = ["read_serve_line"]
 _SHORT = {
     "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "ep": "enable_expert_parallel",
     "q": "quantization",
     "model-name-or-path": "model",
 }
 _TAKEN = {
     *("model", "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "dtype", "kv_cache_dtype", "quantization", "swap_space", "block_size"),
-    *("num_gpu_blocks_override", "enforce_eager", "enable_chunked_prefill"),
+    *("num_gpu_blocks_override", "data_parallel_size"),
 }
+_SWITCHES = ("enforce_eager", "enable_chunked_prefill", "enable_expert_parallel")
 _DTYPES = {"half": "float16", "float": "float32", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "fp16": "float16"}
 _UNITS = {"k": 1000, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """Of a number of tokens, as vLLM reads it: 32k is 32,000 and 32K is 32,768."""
@@ -65,14 +68,14 @@ def read_serve_line(words: Sequence[str]) -> tuple[dict[str, str | bool], list[s
         given: str | bool
         if equals:
             given = value
-        elif parts and not parts[0].startswith("-") and name not in ("enforce_eager", "enable_chunked_prefill"):
+        elif parts and not parts[0].startswith("-") and name not in _SWITCHES:
             given = parts.pop(0)
         else:
             given = not negative
-        if name not in _TAKEN:
+        if name not in _TAKEN and name not in _SWITCHES:
             ignored.append("--" + name.replace("_", "-"))
             continue
-        if isinstance(given, bool) and name not in ("enforce_eager", "enable_chunked_prefill"):
+        if isinstance(given, bool) and name not in _SWITCHES:
             raise UsageError(f"--{name.replace('_', '-')} of the command line needs a value.")
         found[name] = _value(name, given)
     if "model" not in found:
@@ -83,7 +86,7 @@ def read_serve_line(words: Sequence[str]) -> tuple[dict[str, str | bool], list[s
 def _value(name: str, given: str | bool) -> str | bool:
     if isinstance(given, bool):
         return given
-    if name in ("enforce_eager", "enable_chunked_prefill"):
+    if name in _SWITCHES:
         return given.lower() in ("true", "1", "yes")
     if name in ("dtype", "kv_cache_dtype"):
         return _DTYPES.get(given, given)

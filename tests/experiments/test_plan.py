@@ -73,6 +73,7 @@ def test_concurrency_at_given_lengths(capsys: pytest.CaptureFixture[str]) -> Non
         (["vllm serve --port 1", "--hardware", "h100"], "names no model"),
         (["vllm serve llama-3-8b --max-num-seqs many", "--hardware", "h100"], "of the command line must be a whole"),
         (["vllm serve 'llama", "--hardware", "h100"], "cannot be read"),
+        (["vllm serve llama-3-8b -dp many", "--hardware", "h100"], "--data-parallel-size must be"),
     ],
 )
 def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -115,6 +116,17 @@ def test_planning_loads_no_torch() -> None:
         "main(['plan', '--model', 'llama-3-8b', '--hardware', 'h100', '--json']); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_experts_split_whole_over_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two replicas of the attention with half of the experts each leave more KV than one device with all of them."""
+    base = ("--model", "mixtral-8x7b", "--hardware", "h200", "--max-model-len", "8192")
+    alone = planned(capsys, *base)
+    shared = planned(capsys, *base, "--data-parallel-size", "2", "--enable-expert-parallel")
+    line = planned(capsys, "vllm serve mixtral-8x7b -dp 2 -ep --max-model-len 8192", "--hardware", "h200")
+    assert line == shared
+    assert shared["weight_bytes"]["matrices"] < 0.6 * alone["weight_bytes"]["matrices"]  # type: ignore[index]
+    assert shared["kv_blocks"] > alone["kv_blocks"]  # type: ignore[operator]
 
 
 def test_the_engines_own_peak_may_stand_for_vllms(capsys: pytest.CaptureFixture[str]) -> None:
