@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core import InvariantError, NoFreeBlocks, RequestSpec, TokenIdentity
 from engine.core.manager import BlockManager
@@ -57,127 +52,6 @@ class Managed:
 
     def digest(self) -> str:
         return self.manager.digest(self.requests)
-
-
-class ManagerMachine(RuleBasedStateMachine):
-    """Requests start, grow, are preempted and end in any order; each call is also tried where it must fail."""
-
-    free_order = "blank-first"
-
-    @initialize(num_blocks=st.integers(1, 10), size=st.sampled_from([1, 2, 3]), order=st.sampled_from(ORDERS))
-    def begin(self, num_blocks: int, size: int, order: str) -> None:
-        self.all = Managed(num_blocks, size, order)
-        self.manager = self.all.manager
-
-    @property
-    def running(self) -> list[Request]:
-        return [request for request in self.all.requests if request.state == RUNNING]
-
-    @property
-    def num_free(self) -> int:
-        return self.manager.pool.num_free
-
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), private=st.sampled_from([False, False, True]))
-    def start_new(self, tokens: list[int], private: bool) -> None:
-        self.start_or_fail(self.all.new(tokens, private))
-
-    @precondition(lambda self: any(r.state == WAITING and not r.table for r in self.all.requests))
-    @rule(data=st.data())
-    def start_again(self, data: st.DataObject) -> None:
-        waiting = [r for r in self.all.requests if r.state == WAITING]
-        self.start_or_fail(data.draw(st.sampled_from(waiting)))
-
-    def start_or_fail(self, request: Request) -> None:
-        """P6: `lookup` and `need` change nothing; what `need` counts is what `allocate` takes, or it fails cleanly."""
-        before = self.all.digest()
-        hits = self.manager.lookup(request)
-        need = self.manager.need(request, hits, request.known)
-        assert len(hits) * self.all.size <= request.known - 1
-        assert self.all.digest() == before
-        free = self.num_free
-        if need > free:
-            with pytest.raises(NoFreeBlocks):
-                self.manager.allocate(request, hits, request.known)
-            assert self.all.digest() == before
-            return
-        assert self.all.start(request) == hits
-        assert free - self.num_free == need
-        assert len(request.table) == -(-request.known // self.all.size)
-
-    @precondition(lambda self: bool(self.running))
-    @rule(data=st.data(), more=st.integers(0, 9))
-    def append(self, data: st.DataObject, more: int) -> None:
-        """P5: `more` tokens one by one are like all at once. P6: what `need` counts is taken, or nothing is."""
-        request = data.draw(st.sampled_from(self.running))
-        before = self.all.digest()
-        need = self.manager.need(request, (), request.known + more)
-        if need > self.num_free:
-            with pytest.raises(NoFreeBlocks):
-                self.manager.append_slots(request, request.known + more)
-            assert self.all.digest() == before
-            return
-        other: Managed = copy.deepcopy(self.all)
-        free = self.num_free
-        self.manager.append_slots(request, request.known + more)
-        assert free - self.num_free == need
-        for tokens in range(request.known + 1, request.known + more + 1):
-            other.manager.append_slots(other.requests[request.id], tokens)
-        assert other.digest() == self.all.digest()
-        for k in range(more):
-            request.known += 1
-            if request.identity is not None:
-                request.identity.append(k % 2)
-        self.manager.publish(request, request.known)
-
-    @precondition(lambda self: bool(self.running))
-    @rule()
-    def block_each(self) -> None:
-        """P6: a block for each of several requests, or none for any."""
-        before = self.all.digest()
-        if len(self.running) > self.num_free:
-            with pytest.raises(NoFreeBlocks):
-                self.manager.append_block_each(self.running)
-            assert self.all.digest() == before
-        elif all(len(request.table) * self.all.size == request.known for request in self.running):
-            self.manager.append_block_each(self.running)
-
-    @precondition(lambda self: bool(self.running))
-    @rule(data=st.data(), ended=st.booleans(), unwritten=st.integers(0, 2))
-    def leave(self, data: st.DataObject, ended: bool, unwritten: int) -> None:
-        request = data.draw(st.sampled_from(self.running))
-        table = list(request.table)
-        own = [block for block in table if self.manager.pool.refs(block) == 1]
-        self.manager.free(request, max(request.known - unwritten, request.published * self.all.size), ended)
-        request.state = WAITING
-        request.epoch += not ended
-        order = self.manager.pool.free_order()
-        places = [order.index(block) for block in own]
-        kept = [order.index(block) for block in own if self.manager.pool.is_kept(block)]
-        assert kept == sorted(kept, reverse=True), "a block is evicted before the blocks behind it"
-        assert len(places) == len(own)
-        if ended:
-            self.all.requests[request.id] = make_request(request.id, [0], self.all.size)
-
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
-    def a_hit_is_what_was_published(self, tokens: list[int]) -> None:
-        """A hit is the longest listed prefix, below the last token, and of each content the first published."""
-        request = make_request(-1, tokens, self.all.size)
-        expected: list[BlockId] = []
-        for i in range((len(tokens) - 1) // self.all.size):
-            listed = dict(self.manager.index.entries()).get(request.block_key(i))
-            if listed is None:
-                break
-            expected.append(listed[0])
-        assert self.manager.lookup(request) == expected
-
-    @invariant()
-    def holds(self) -> None:
-        if hasattr(self, "all"):
-            self.manager.check(self.running)
-
-
-TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=80, stateful_step_count=25)
 
 
 @pytest.mark.parametrize(

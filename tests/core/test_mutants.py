@@ -30,6 +30,7 @@ from shadow import play
 from strategies import cases, contiguous_cases, fast_cases
 from test_fast_forward import same_both_ways
 from test_index import run_index_machine
+from test_manager_machine import run_manager_machine
 from test_pool import run_pool_machine
 
 from engine.core import RequestSpec, Scheduler, SchedulerConfig
@@ -154,9 +155,7 @@ def radix() -> None:
 
 
 def manager() -> None:
-    run_state_machine_as_test(
-        test_manager.ManagerMachine, settings=settings(max_examples=20, stateful_step_count=20, **NO_SHRINKING)
-    )
+    run_manager_machine(max_examples=40, stateful_step_count=30, **NO_SHRINKING)
 
 
 def identity() -> None:
