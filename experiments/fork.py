@@ -313,6 +313,12 @@ def compared(ours: Sequence[float], theirs: tuple[float, float]) -> str:
     return "within" if theirs[0] <= low and high <= theirs[1] else "overlaps"
 
 
+def _where(ours: Sequence[float], theirs: tuple[float, float]) -> str:
+    """For which numbers of sequences our figure is in the paper's range, where that is not all or none of them."""
+    inside = [str(n) for n, at in zip(WIDTHS, ours, strict=True) if theirs[0] <= at <= theirs[1]]
+    return f", within it with {' and '.join(inside)}" if 0 < len(inside) < len(WIDTHS) else ""
+
+
 def _settled(
     real: dict[str, Any], simulated: dict[str, Any], churn: float, churns: Sequence[dict[str, float]]
 ) -> Settled:
@@ -334,7 +340,7 @@ def _settled(
         lies[load, kind] = numbers[f"{load}_{kind}_lies"] = compared(ours, paper)
         texts.append(
             f"{words[kind]} at {LOADS[load]} {100 * min(ours):.0f} to {100 * max(ours):.0f} % "
-            f"(paper {100 * paper[0]:.0f} to {100 * paper[1]:.0f}: {lies[load, kind]})"
+            f"(paper {100 * paper[0]:.0f} to {100 * paper[1]:.0f}: {lies[load, kind]}{_where(ours, paper)})"
         )
     text = "blocks saved with 2 to 6 sequences: " + "; ".join(texts)
     if not (saves and copies and without):
@@ -358,10 +364,10 @@ def _settled(
             for n, at in zip((str(WIDTHS[0]), str(WIDTHS[-1])), PAPER["short", "beam"], strict=True)
         ]
         numbers["churn_of_the_paper"] = nearest
-        odds = " (n = 2) and ".join(f"{at:g}" for at in nearest)
+        odds = " to ".join(f"{at:g}" for at in sorted(set(nearest)))
         conditions.append(
-            f"beams replace a sequence with probability {odds} (n = 6) a step, where those of {real['model']} do with "
-            f"{churn:g}"
+            f"for beams of all widths, one in them is replaced with probability {odds} a step, where with "
+            f"{real['model']} it is with {churn:g}"
         )
     return Settled("B05", "reproduced-only-if", text, condition="; ".join(conditions), numbers=numbers)
 
