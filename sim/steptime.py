@@ -24,7 +24,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -190,8 +190,6 @@ class StepModel(Protocol):
 class StepTime:
     """The six-term model. Times in nanoseconds."""
 
-    needs_rows: ClassVar[bool] = False
-
     step: float = 0.0
     """a0."""
     token: float = 0.0
@@ -229,6 +227,10 @@ class StepTime:
     """Where the coefficients are from, as printed beside each prediction."""
     _padded: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _padded_mixed: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def needs_rows(self) -> bool:
+        return False  # not a class variable: compiled, a dataclass takes that for a field
 
     def __post_init__(self) -> None:
         for name in _COEFFICIENTS:
