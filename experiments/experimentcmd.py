@@ -47,6 +47,12 @@ EXPERIMENTS: dict[str, Entry] = {
     "block_size": Entry(
         "experiments.block_size", "what the block size changes, and what 180 -> 245 requests would require"
     ),
+    "capacity": Entry(
+        "experiments.capacity", "what happens where memory runs out: cliffs, drains, eviction, and which limit binds"
+    ),
+    "chunked": Entry(
+        "experiments.chunked", "what the size of prefill chunks does to TTFT and to the time between tokens"
+    ),
     "engine_equality": Entry("experiments.equality", "whether paged attention computes what attention computes"),
     "fork": Entry("experiments.fork", "memory saved where several sequences of a prompt share its blocks"),
     "preemption": Entry(

@@ -1,4 +1,4 @@
-"""Reported cases of serving at the edge of memory, as loads and options: what the `capacity` experiment runs, and tests.
+"""Reported cases of serving at the edge of memory, as loads and options, for the experiment `capacity` and for tests.
 
 Each case keeps its report's shares of memory and its numbers of requests; models and devices that the catalogue has not
 are replaced by near ones, so that times are comparable within a case and not with the report.
@@ -35,12 +35,16 @@ CLIFF_SHARE = 0.132
 CLIFF_PROMPT, CLIFF_OUTPUT = 32_768, 1_024
 
 
-def closed(concurrency: int | None, count: int, prompt: int, output: int, name: str) -> Trace:
-    """`count` equal requests from `concurrency` clients, or all there at once."""
+def closed(concurrency: int | None, count: int, prompt: int, output: int, name: str, seed: int | None = None) -> Trace:
+    """`count` requests from `concurrency` clients, or all there at once; equal, or with a seed with outputs between
+    half and one and a half of `output`, so that clients do not march in step."""
     from traces import make_trace
 
     zeros = np.zeros(count, dtype=np.int64)
-    return make_trace(zeros, zeros + prompt, zeros + output, name=name, concurrency=concurrency)
+    outputs = zeros + output
+    if seed is not None:
+        outputs = np.random.default_rng(seed).integers(max(1, output // 2), output + output // 2, count, endpoint=True)
+    return make_trace(zeros, zeros + prompt, outputs, name=name, concurrency=concurrency)
 
 
 def step_time(model: str, hardware: str, tp: int = 1, dtype: str | None = None) -> StepTime:
@@ -52,7 +56,7 @@ def step_time(model: str, hardware: str, tp: int = 1, dtype: str | None = None) 
     return roofline(preset(model), device(hardware), tp, dtype)
 
 
-# ---- eight requests of 32,768 tokens (vllm-ascend issue 5859): GLM-4.7 on eight Ascend A2, here Llama-3.1-70B on 8 H100
+# ---- eight requests of 32,768 tokens (vllm-ascend issue 5859): GLM-4.7 on eight A2, here Llama-3.1-70B on eight H100
 
 
 def cliff_load(concurrency: int, rounds: int = 3) -> Trace:
