@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 from engine.core.presets import SchedulerConfig
 from engine.core.signals import SIGNAL_COLUMNS
+from experiments import results
+from experiments.cli import main
 from experiments.limits import REASONS, limit_line
 from experiments.metrics import Tables, expand_steps, summarize
 from sim.moves import CopyTime, MoveTime
@@ -96,3 +99,32 @@ def test_shares_are_of_the_time_between_steps() -> None:
         mean = sum(span * count for span, count in zip(spans, counts, strict=True)) / 1e9 / summary["duration_s"]
         assert summary["waiting_share"][reason] == pytest.approx(share)
         assert summary["waiting_by_reason"][reason] == pytest.approx(mean)
+
+
+WORKLOAD = """
+kind: synthetic
+num_requests: 24
+seed: 5
+arrival: {process: poisson, rate_per_s: 1000}
+prompt_tokens: {dist: uniform, low: 8, high: 60}
+output_tokens: {dist: uniform, low: 4, high: 40}
+"""
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+def test_both_commands_say_what_limits_the_run(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line of the output names the limit; signals are in both tables; clients are as many as were asked for."""
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    words = [command, "--trace", str(tmp_path / "w.yaml"), "--model", "tiny", "--num-gpu-blocks-override", "60"]
+    words += ["--max-model-len", "256", "--max-concurrency", "3", "--max-num-seqs", "2", "--out", str(tmp_path / "out")]
+    assert main([*words, *(["--hardware", "a100-80g"] if command == "simulate" else [])]) == 0
+    assert "Limit: sequences: " in " ".join(capsys.readouterr().out.split())
+    found = results.read_results(tmp_path / "out")
+    steps = found.tables.steps
+    assert {*SIGNAL_COLUMNS, "gpu_busy_ns"} <= set(steps)
+    assert (steps["num_running"] + steps["num_waiting"]).max() == 3
+    assert steps["waiting_for_sequences"].sum() == steps["num_waiting"].sum() > 0
+    assert 0 < found.summary["gpu_busy"] <= 1
+    assert (steps["gpu_busy_ns"] <= steps["end_ns"] - steps["start_ns"]).all()
