@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import simpy
@@ -27,10 +27,12 @@ from sim.calibration import Hull
 from sim.errors import SimError, StalledError
 from sim.executor import BEAM_CHURN, SimExecutor
 from sim.moves import FREE_MOVES, MoveTime
-from sim.oom import MemoryGuard
 from sim.replica import Replica
 from sim.steptime import StepModel
 from traces import NO_ID, Trace, TraceSource
+
+if TYPE_CHECKING:
+    from sim.oom import MemoryGuard
 
 __all__ = ["SimResult", "TraceInbox", "TraceSpecs", "share_outside_hull", "simulate", "spec_of"]
 
