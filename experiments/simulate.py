@@ -47,6 +47,11 @@ REFITS = 4
 """Bootstrap refits of the calibration that are simulated beside the ends of its band."""
 BANDED = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 _ENDS = {"low": -1, "high": 1}
+ROOFLINE_BAND = 0.27
+"""How far a roofline may be off, as its label says."""
+MOST_ROOFLINE = 500
+"""Requests up to which a roofline's simulation is repeated at the ends of that band; a larger one is not made three
+times as long for a range that says so little."""
 STEEP = 2.0
 """TTFT whose elasticity is above this is close to where queues grow without bound, and said to be so."""
 
@@ -197,7 +202,8 @@ def step_time_of(config: Config, spec: ModelSpec) -> Basis:
         moves = replace(FREE_MOVES, block_bytes=block_bytes)
         if device.pcie_bandwidth:
             moves = moves_of_device(device, block_bytes)
-        return Basis(found, f"{device.name}: {found.label}", (Assumptions().text(),), None, moves)
+        label = f"{device.name}: {found.label}"
+        return Basis(found, label, (Assumptions().text(),), None, moves, None, ROOFLINE_BAND)
     raise UsageError("`kvtwin simulate` needs --calibration FILE (a measured machine) or --hardware NAME (a roofline).")
 
 
@@ -312,21 +318,22 @@ def _predict(
     }
     if basis.hull is not None:
         about["share_outside_hull"] = share_outside_hull(found, basis.hull)
-        if basis.band is not None and config.bands and guard is None and not interrupted():
-            if basis.calibration is not None:
-                models: dict[str, StepModel] = dict(basis.calibration.band_models(REFITS))
-            else:
-                models = {name: basis.step_time.scaled(1 + sign * basis.band) for name, sign in _ENDS.items()}
-            others = {
-                name: summarize(
-                    _tables(_run(config, trace, options, basis, model, interrupted), options), options.num_blocks
-                )
-                for name, model in models.items()
-            }
-            if not interrupted():  # or else some of them are of a part of the trace
-                about["band"] = basis.band
-                about["bands"] = _bands([summary, *others.values()])
-                about["elasticity"] = _elasticity(others["low"], others["high"], basis.band)
+    wanted = config.bands and guard is None and (basis.hull is not None or len(trace) <= MOST_ROOFLINE)
+    if basis.band is not None and wanted and not interrupted():
+        if basis.calibration is not None:
+            models: dict[str, StepModel] = dict(basis.calibration.band_models(REFITS))
+        else:
+            models = {name: basis.step_time.scaled(1 + sign * basis.band) for name, sign in _ENDS.items()}
+        others = {
+            name: summarize(
+                _tables(_run(config, trace, options, basis, model, interrupted), options), options.num_blocks
+            )
+            for name, model in models.items()
+        }
+        if not interrupted():  # or else some of them are of a part of the trace
+            about["band"] = basis.band
+            about["bands"] = _bands([summary, *others.values()])
+            about["elasticity"] = _elasticity(others["low"], others["high"], basis.band)
     prefix = found.recorder.prefix_rows
     if prefix is not None:
         summary["prefix"] = by_tenant(prefix)
