@@ -244,11 +244,6 @@ class StepTime:
         if list(self.buckets) != sorted(set(self.buckets)) or any(size < 1 for size in self.buckets):
             raise SimError("Step time: the padding buckets must be positive and ascending.")
 
-    @property
-    def needs_rows(self) -> bool:
-        """The formula goes by sums over rows only."""
-        return False
-
     def mixed_ns(self, n: int) -> float:
         """`tokens_ns` of a step with a prefill."""
         if not self.table_mixed:
