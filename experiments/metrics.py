@@ -277,6 +277,14 @@ def good(requests: Columns, slo: Slo) -> np.ndarray:
     return met
 
 
+def _overload(requests: Columns, served: np.ndarray, seconds: float) -> float | None:
+    """How many times as long it took to serve the requests as they took to arrive: 1 plus a little where the machine
+    keeps up, more the more of them had to queue. None: all arrived at once."""
+    arrival = np.asarray(requests["arrival_ns"], dtype=np.int64)[served]
+    span = int(arrival.max() - arrival.min()) if len(arrival) else 0
+    return seconds * 1e9 / span if span else None
+
+
 def summarize(tables: Tables, kv_blocks: int, slo: Slo = Slo()) -> dict[str, Any]:
     """The content of summary.json. Where there is nothing to measure the value is None."""
     requests, steps = tables.requests, tables.steps
@@ -297,6 +305,7 @@ def summarize(tables: Tables, kv_blocks: int, slo: Slo = Slo()) -> dict[str, Any
     }
     if slo:
         summary["goodput_per_s"] = int(good(requests, slo).sum()) / seconds if seconds else None
+    summary["overload_factor"] = _overload(requests, served, seconds)
     summary["num_preemptions"] = int(np.asarray(requests["num_preemptions"], dtype=np.int64)[served].sum())
     summary["prefix_hit_tokens"] = int(np.asarray(requests["cached_tokens"], dtype=np.int64)[admitted].sum())
     summary["prompt_tokens"] = int(np.asarray(requests["prompt_tokens"], dtype=np.int64)[admitted].sum())

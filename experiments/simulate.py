@@ -433,6 +433,11 @@ def show_summary(summary: dict[str, Any], terminal: Terminal, title: str) -> Non
         f"{summary['kv_blocks']:,} KV blocks, {summary['num_preemptions']:,} preemptions, "
         f"{hits / prompt if prompt else 0:.1%} of prompt tokens from the prefix cache",
     ]
+    factor = summary.get("overload_factor")
+    if factor is not None and factor >= 1.1:
+        lines.append(
+            f"Overload factor {factor:.2f}: serving took that many times as long as the requests took to arrive"
+        )
     if summary.get("goodput_per_s") is not None:
         lines.append(f"{summary['goodput_per_s']:,.3f} requests per s met their objectives")
     for line in lines:

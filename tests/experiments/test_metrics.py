@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -212,7 +213,7 @@ def test_summary_has_the_promised_keys_and_adds_goodput_only_with_an_slo() -> No
     tables = toy_tables(num_requests=10)
     keys = {
         *("num_requests", "num_rejected", "duration_s", "output_tokens_per_s", "ttft_s", "tpot_s", "itl_s", "e2e_s"),
-        *("num_preemptions", "prefix_hit_tokens", "prompt_tokens", "num_steps", "kv_blocks"),
+        *("overload_factor", "num_preemptions", "prefix_hit_tokens", "prompt_tokens", "num_steps", "kv_blocks"),
     }
     plain = metrics.summarize(tables, 120)
     assert set(plain) == keys
@@ -241,3 +242,14 @@ def test_a_run_in_which_nothing_was_served_has_no_values() -> None:
     assert summary["ttft_s"]["mean"] is None
     assert summary["itl_s"]["mean"] is None
     assert summary["output_tokens_per_s"] is None
+
+
+def test_overload_is_serving_time_over_arrival_time() -> None:
+    """Ten requests that take 20 s to arrive and 50 s to serve have an overload factor of 2.5; one request has none."""
+    tables = toy_tables(num_requests=10)
+    arrival = np.arange(10) * 20 * 10**9 // 9
+    requests = {**tables.requests, "arrival_ns": arrival, "first_token_ns": arrival + 10**9}
+    requests["finish_ns"] = np.full(10, 50 * 10**9)
+    assert metrics.summarize(replace(tables, requests=requests), 120)["overload_factor"] == pytest.approx(2.5)
+    alone = {name: column[:1] for name, column in requests.items()}
+    assert metrics.summarize(replace(tables, requests=alone), 120)["overload_factor"] is None
