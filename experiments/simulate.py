@@ -8,6 +8,7 @@ it changes when all steps take one percent longer.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -302,6 +303,10 @@ def _predict(
     guard = guard_of(config, options)
     found = _run(config, trace, options, basis, basis.step_time, interrupted, record=config.record_blocks, guard=guard)
     tables = _tables(found, options)
+    outside = None if basis.hull is None else share_outside_hull(found, basis.hull)
+    blocks, prefix = found.recorder.blocks, found.recorder.prefix_rows
+    del found
+    gc.collect()  # what it recorded is in the tables now; metrics need the room
     summary = summarize(tables, options.num_blocks, slo_of(config))
     if guard is not None:
         summary["oom"] = describe_oom(guard, tables.requests)
@@ -317,7 +322,7 @@ def _predict(
         "share_outside_hull": None,
     }
     if basis.hull is not None:
-        about["share_outside_hull"] = share_outside_hull(found, basis.hull)
+        about["share_outside_hull"] = outside
     wanted = config.bands and guard is None and (basis.hull is not None or len(trace) <= MOST_ROOFLINE)
     if basis.band is not None and wanted and not interrupted():
         if basis.calibration is not None:
@@ -334,10 +339,9 @@ def _predict(
             about["band"] = basis.band
             about["bands"] = _bands([summary, *others.values()])
             about["elasticity"] = _elasticity(others["low"], others["high"], basis.band)
-    prefix = found.recorder.prefix_rows
     if prefix is not None:
         summary["prefix"] = by_tenant(prefix)
-    return Prediction(tables, summary, about, found.recorder.blocks, not interrupted(), prefix)
+    return Prediction(tables, summary, about, blocks, not interrupted(), prefix)
 
 
 def _run(
