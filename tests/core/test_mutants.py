@@ -32,6 +32,7 @@ from test_fast_forward import same_both_ways
 from test_index import run_index_machine
 from test_manager_machine import run_manager_machine
 from test_pool import run_pool_machine
+from test_scheduler_machine import run_scheduler_machine
 
 from engine.core import RequestSpec, Scheduler, SchedulerConfig
 
@@ -158,6 +159,10 @@ def manager() -> None:
     run_manager_machine(max_examples=40, stateful_step_count=30, **NO_SHRINKING)
 
 
+def scheduler_machine(of: str) -> None:
+    run_scheduler_machine(of, max_examples=30, stateful_step_count=40, **NO_SHRINKING)
+
+
 def identity() -> None:
     test_identity.test_a_salt_is_not_an_adapter()
     test_identity.test_a_key_covers_the_parent()
@@ -203,6 +208,9 @@ CHECKS: dict[str, Callable[[], object]] = {
     "radix": radix,
     "tree trimmed": lambda: [test_index.test_a_tree_loses_nothing_that_something_follows([i]) for i in (0, 1, 3)],
     "manager": manager,
+    "scheduler of forks": lambda: scheduler_machine("forks"),
+    "scheduler of swaps": lambda: scheduler_machine("swaps"),
+    "scheduler of tiers": lambda: scheduler_machine("tiers"),
     "identity": identity,
     "hits": lambda: test_outputs_and_hits.test_a_follow_up_hits_prompt_and_output(True),
     "hits of a running request": lambda: [
@@ -226,6 +234,50 @@ CHECKS: dict[str, Callable[[], object]] = {
 }
 """Parts of the suite, cut short where they are long: each raises where it fails."""
 
+MACHINES: dict[str, tuple[str, ...]] = {
+    "manager": (
+        "a block put into the free queue twice",
+        "evicted blocks stay counted as cached",
+        "the last published of equal blocks is hit",
+        "losing one duplicate forgets the others",
+        "a stale index: an evicted block stays listed",
+        "a hash without its parent",
+        "the salt left out",
+    ),
+    "scheduler of forks": (
+        "hits that nobody holds are not counted",
+        "blocks taken before the hits are touched",
+        "freed head first",
+        "blocks kept that were not written",
+        "published tokens off by one",
+        "a confirmed entry before its step is complete",
+        "the preempted sent to the back",
+        "preemptions not counted",
+        "one token more than max_tokens",
+        "deferred requests are held back for ever",
+        "the calendar of last tokens is a step late",
+        "a cohort's blocks come a step late",
+        "a shared block written in place",
+        "the copied block is not given back",
+        "a fork without references",
+        "seats for sequences to come are not kept",
+    ),
+    "scheduler of swaps": (
+        "a swap that is not copied",
+        "a swapped request comes back without a copy",
+        "host blocks kept for ever",
+        "host blocks of an aborted request kept for ever",
+        "a partly filled block swapped under a key",
+        "a swap loses the tokens of its last block",
+    ),
+    "scheduler of tiers": (
+        "a transfer without references",
+        "a lease that is never over",
+        "stored without what is before it",
+    ),
+}
+"""Faults that a stateful machine sees, too, beside the check that the mutant names."""
+
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_core_as_it_is_passes(check: str) -> None:
@@ -242,6 +294,14 @@ def test_the_suite_sees(mutant: Mutant) -> None:
         except (Exception, pytest.fail.Exception):  # noqa: BLE001 - however it shows
             return
     raise AssertionError(f"nothing fails with this fault: {mutant.name}")
+
+
+@pytest.mark.parametrize(("check", "name"), [(check, name) for check, names in MACHINES.items() for name in names])
+def test_a_machine_sees(check: str, name: str) -> None:
+    """Calls in any order meet the fault, and the machine's model says otherwise."""
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
+    with applied(mutant), pytest.raises((Exception, pytest.fail.Exception)):
+        CHECKS[check]()
 
 
 @pytest.mark.parametrize("mutant", [mutant for mutant, _ in EQUIVALENT], ids=[m.name for m, _ in EQUIVALENT])
