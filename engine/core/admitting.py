@@ -82,12 +82,12 @@ def admit(
             tokens = max(tokens, scheduler._with_lookahead(request.known))
         if not has_room(scheduler, request, hits, tokens, now):
             return True
+        if scheduler.prefix_stats is not None:
+            scheduler.prefix_stats.admitted(request, len(hits), len(sources))  # before anything is evicted for it
         manager.allocate(request, hits, tokens)
         if request.host:
             tiers.swap_in(scheduler, request, len(hits))
         start_running(scheduler, request, start, len(hits) * config.block_size)
-        if scheduler.prefix_stats is not None:
-            scheduler.prefix_stats.admitted(request, len(hits), len(sources))
         if sources:
             tiers.start_load(scheduler, request, len(hits), sources, now)
             continue

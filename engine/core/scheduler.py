@@ -144,7 +144,10 @@ class Scheduler:
         if config.host_tier and self.host is not None:
             self.transfers = Transfers(self.host, self.manager.pool, config.transfer_lease_ns)
             self.manager.new_keys = []
-        self.prefix_stats = PrefixStats(config.block_size) if config.prefix_stats else None
+        self.prefix_stats: PrefixStats | None = None
+        if config.prefix_stats:
+            tier = self.host if config.host_tier else None
+            self.prefix_stats = PrefixStats(config.block_size, self.manager.index, tier)
         self.manager.stats = self.prefix_stats
         self._indexes_all = config.host_tier or self.manager.ranked is not None
         """Whether content that nobody else can have is published like any other."""

@@ -119,6 +119,8 @@ def swap_out(scheduler: Scheduler, request: Request) -> None:
     table = host.swap_out(request.table[:num], keys)
     if table is not None:
         request.host = table
+        if scheduler.prefix_stats is not None and scheduler.transfers is not None:
+            scheduler.prefix_stats.stored(request, named)
 
 
 def hits_of_swapped(scheduler: Scheduler, request: Request, hits: list[BlockId]) -> list[BlockId]:

@@ -99,6 +99,7 @@ class PrefixRow(NamedTuple):
     never_seen_tokens: int
     evicted_tokens: int
     other_salt_tokens: int
+    """Cached for another tenant or adapter at this time, and never for this one."""
     short_tokens: int
 
 
