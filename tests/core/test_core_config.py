@@ -73,7 +73,7 @@ def test_every_option_has_a_range_or_is_a_switch() -> None:
     """No option is forgotten: all but switches and policies are refused at some value."""
     tried = {option for option, _, _ in OUT_OF_RANGE}
     switches = {"enable_prefix_caching", "scheduler_reserve_full_isl", "host_tier", "cost_model", "policies"}
-    switches |= {"long_prefill_threshold_alone", "null_block"}
+    switches |= {"long_prefill_threshold_alone", "null_block", "prefix_stats"}
     assert tried | switches == set(SchedulerConfig.__dataclass_fields__)
 
 
