@@ -62,7 +62,7 @@ def build() -> int:
 
     if all(_is_made(package) for package in MODULES):
         return 0
-    print("Compiling the core (about a minute) ...", file=sys.stderr)
+    print("Compiling the core (two to four minutes) ...", file=sys.stderr)
     made = {
         package: _digest() for package in MODULES
     }  # of the sources as they are copied, should they change meanwhile
