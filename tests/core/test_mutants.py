@@ -286,7 +286,11 @@ MACHINES: dict[str, tuple[str, ...]] = {
 """Faults that a stateful machine sees, too, beside the check that the mutant names."""
 
 
-@pytest.mark.parametrize("check", CHECKS)
+LONG = {"evictions", "swaps", "contiguous", "forks", "tiers", "programs", "promise", "narrow"}
+"""Checks that are programs of the suite, which `make test` runs at full length anyway."""
+
+
+@pytest.mark.parametrize("check", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CHECKS])
 def test_the_core_as_it_is_passes(check: str) -> None:
     """What is to fail with a fault passes without one."""
     CHECKS[check]()
