@@ -50,6 +50,10 @@ class Replica:
         self._stop = stop
         self.stopped = False
         """Whether it ended early because `stop` said so."""
+        self.killed = False
+        """Whether it died, see `kill`."""
+        self._wait: Wait | None = None
+        """What it waits for now."""
         self._inbox = inbox
         self._executor = executor
         self._finished = finished
@@ -76,12 +80,32 @@ class Replica:
             self._interruptible = False
             self.process.interrupt()
 
+    def kill(self) -> None:
+        """The engine dies now. Steps that ended before are recorded, the one that runs is lost, and nothing follows.
+
+        What it served is for the caller to forget. Not to be called from within the replica's own process.
+        """
+        self.killed = True
+        if self._wait is not None and self._wait.ends:
+            self._loop.send(_time(self._env))  # goes on at the step that runs now
+        self._loop.close()
+        if self.process.is_alive and self._wait is not None:
+            self.process.interrupt()
+
     def _run(self) -> Generator[simpy.Event, Any, None]:
+        try:
+            yield from self._serve()
+        except simpy.Interrupt:
+            if not self.killed:
+                raise
+
+    def _serve(self) -> Generator[simpy.Event, Any, None]:
         env = self._env
         loop = self._loop
         try:
             wait = next(loop)
             while True:
+                self._wait = wait
                 if self._stop is not None and self._stop():
                     self.stopped = True
                     loop.close()
@@ -108,7 +132,7 @@ class Replica:
             yield env.event() if until is None else env.timeout(until - env.now)
             self._interruptible = False
         except simpy.Interrupt:
-            if wait.ends:
+            if wait.ends and not self.killed:
                 cut = wait.ends[bisect_left(wait.ends, _time(env))]
                 if cut > env.now:
                     yield env.timeout(cut - env.now)

@@ -214,7 +214,7 @@ class TraceInbox:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Nothing is left behind in cycles here, and the collector would walk all that lives again and again."""
     was = gc.isenabled()
     gc.disable()
@@ -290,7 +290,7 @@ def simulate(
         stop=stop,
         foretold=not step_time.needs_rows,  # decodes that finish on the way would leave it rows that nobody told
     )
-    with _uncollected():
+    with uncollected():
         env.run()
     if replica.process.is_alive:
         raise StalledError(
