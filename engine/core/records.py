@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from struct import Struct
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -99,8 +99,9 @@ class Lists:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, row: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
+    def __getitem__(self, row: SupportsIndex) -> np.ndarray[Any, np.dtype[np.int64]]:
+        first = int(row)  # NumPy's integers, too: a compiled function would refuse them as int
+        return self.values[self.offsets[first] : self.offsets[first + 1]]
 
     def __iter__(self) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
         for row in range(len(self)):

@@ -117,6 +117,18 @@ def test_a_compiled_simulation_writes_the_same_bytes(tmp_path: Path, options: tu
         assert (tmp_path / "compiled" / name).read_bytes() == (tmp_path / "pure" / name).read_bytes(), name
 
 
+def test_an_experiment_runs_on_the_compiled_build(tmp_path: Path) -> None:
+    """An experiment, with its checks of every step's memory, gives the same numbers with both builds."""
+    need_compiled()
+    found = {}
+    for name in ("compiled", "pure"):
+        out = tmp_path / name
+        run(SIMULATE, name == "pure", "experiment", "chunked", "--out", str(out), "--claims", str(out / "claims"))
+        found[name] = {row.name: json.loads(row.read_text())["numbers"] for row in (out / "claims").iterdir()}
+    assert found["compiled"]
+    assert found["compiled"] == found["pure"]
+
+
 def test_compiled_modules_of_other_sources_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A build that was made from other sources, or by another Python, is passed over."""
     monkeypatch.delenv("KVTWIN_PURE", raising=False)
