@@ -155,6 +155,14 @@ COMMANDS: dict[str, Command] = {
         options=("record_blocks", "record_blocks_limit", "out", *_SEQUENCES),
         required=("trace", "out"),
     ),
+    "cluster": Command(
+        "serve a trace on several replicas behind a gateway and a router, of which some may die, in the simulator",
+        "experiments.cluster:execute",
+        sections=(*_ENGINE, "budget", "workload", "time", "cluster", "slo"),
+        options=("out",),
+        required=("trace", "out"),
+        details="docs/cluster.md has the details.",
+    ),
     "run": Command(
         "serve a trace with the real engine, in real time",
         "experiments.run:execute",

@@ -28,6 +28,7 @@ SECTIONS = {
     "scheduler": "scheduler",
     "workload": "workload",
     "time": "step time (simulation)",
+    "cluster": "cluster (simulation)",
     "slo": "service level objectives",
     "sampling": "sampling",
     "profile": "profile and calibration",
@@ -286,6 +287,59 @@ class Config:
     hardware: str | None = _option(None, "time", "a device of the catalogue: a roofline estimate, not a measurement")
     fast_forward: bool = _option(True, "time", "advance runs of identical decode steps at once (same results)")
     bands: bool = _option(True, "time", "also simulate with the calibration's error up and down")
+
+    # -- cluster
+    replicas: str = _option(
+        "1", "cluster", "how many equal replicas, or a YAML file that lists them (docs/cluster.md)", metavar="N|FILE"
+    )
+    router: str = _option(
+        "round-robin",
+        "cluster",
+        "who gets a request: round-robin, least-loaded, power-of-two, prefix, session, or a class of your own",
+        metavar="NAME|FILE.py:CLASS",
+    )
+    rate_limit: float = _option(
+        0.0, "cluster", "requests let in a second, on average; 0: no limit; others get 429", low=0, high=1e9
+    )
+    rate_burst: int = _option(
+        1, "cluster", "requests let in at once after a rest", unit="requests", low=1, high=1 << 30
+    )
+    max_outstanding: int | None = _option(
+        None, "cluster", "requests a replica is sent at most before it answers; default: no limit", low=1, high=1 << 30
+    )
+    max_queue: int | None = _option(
+        None,
+        "cluster",
+        "requests that may wait in the gateway; others get 503; default: no limit",
+        unit="requests",
+        low=0,
+        high=1 << 30,
+    )
+    timeout_s: float | None = _option(
+        None, "cluster", "how long a client waits for a whole answer; default: for ever", unit="s", above=0, high=1e9
+    )
+    retries: int = _option(0, "cluster", "further attempts after one that was shed, lost or too slow", low=0, high=1000)
+    backoff_s: float = _option(
+        0.5, "cluster", "pause before the first retry; doubles up to 8 s, less up to 25 %", unit="s", low=0, high=1e6
+    )
+    crash: tuple[str, ...] = _option(
+        (), "cluster", "a replica, from 0, dies at a time in s; may be given several times", metavar="REPLICA@S"
+    )
+    mtbf_s: float | None = _option(
+        None, "cluster", "mean time from a replica's start to its crash, at random; default: none", above=0, high=1e12
+    )
+    restart_s: str | None = _option(
+        None,
+        "cluster",
+        "from a crash until the replica serves again, such as 180 or 120..300; never: not at all; default: its weights "
+        "by --load-gb-s, and --start-s",
+        metavar="S|S..S",
+    )
+    load_gb_s: float = _option(1.0, "cluster", "GB/s at which weights are loaded", above=0, high=1e6)
+    start_s: float = _option(60.0, "cluster", "what a start takes beside loading weights", unit="s", low=0, high=1e6)
+    health_interval_s: float = _option(
+        0.0, "cluster", "time between health checks; 0: a crash is noticed at once", unit="s", low=0, high=1e6
+    )
 
     # -- service level objectives
     slo_ttft_s: float | None = _option(None, "slo", "time to first token of a good request", unit="s", above=0)

@@ -6,6 +6,7 @@
     gaps.parquet       gaps between two tokens of a request that were not sampled in consecutive steps
     summary.json       the metrics (see metrics.py)
     timing.json        wall_s, cpu_s: what the command itself took
+    attempts.parquet   a cluster: one row an attempt; its replicas' own folders are in replicas/ (see cluster.py)
     replay.parquet     a real run: when each step was decided and ended, and what was taken in before it
     tokens.parquet     a real run: output tokens, stops and aborts
     prefix.parquet     with --prefix-stats: what each prompt found in the prefix cache (see prefixtable.py)
@@ -259,7 +260,7 @@ def begin(out: str, manifest: Mapping[str, Any]) -> Path:
         raise UsageError(f"--out {out} is a file; name a folder.")
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / "manifest.json", {**manifest, "complete": False})
-    for name in ("requests", "steps", "gaps", "replay", "tokens", "blocks", "prefix"):
+    for name in ("requests", "steps", "gaps", "replay", "tokens", "blocks", "prefix", "attempts"):
         (path / f"{name}.parquet").unlink(missing_ok=True)
     for name in ("summary", "timing", "prediction"):
         (path / f"{name}.json").unlink(missing_ok=True)
@@ -298,6 +299,10 @@ def read_results(path: str | os.PathLike[str], kind: str | None = None) -> Resul
     manifest = read_json(folder / "manifest.json")
     if not isinstance(manifest, dict):
         raise ResultsError(f"{path} is damaged: its manifest.json is not one of ours; run it again.")
+    if manifest.get("kind") == "cluster":
+        raise ResultsError(
+            f"{path} holds a cluster's results; name one of its replicas, such as {folder / 'replicas/0'}."
+        )
     if kind is not None and manifest.get("kind") != kind:
         command = "run" if kind == "real" else "simulate"
         raise ResultsError(

@@ -125,7 +125,8 @@ class Life:
     def result(self) -> SimResult:
         """What it did; `end_ns` is when it died, or now."""
         end = int(self._env.now) if self.ended_ns == NEVER else self.ended_ns
-        return SimResult(self.recorder, self.scheduler, self._spec.step_time, end, not self.replica.stopped)
+        spec = self._spec
+        return SimResult(self.recorder, self.scheduler, spec.step_time, end, not self.replica.stopped, spec.moves)
 
     # ---- the core's inbox ----
 

@@ -134,8 +134,8 @@ class Replica:
         except simpy.Interrupt:
             if wait.ends and not self.killed:
                 cut = wait.ends[bisect_left(wait.ends, _time(env))]
-                if cut > env.now:
-                    yield env.timeout(cut - env.now)
+                # Also where that is now: whoever else has something for this moment comes before the step's end.
+                yield env.timeout(cut - env.now)
 
     def _on_step(self, plan: StepPlan, outcome: StepOutcome, events: StepEvents) -> None:
         if self._finished is not None:
