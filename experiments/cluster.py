@@ -315,7 +315,7 @@ _MOST_ROWS = 24
 
 
 def _life_rows(lives: Sequence[dict[str, Any]], replicas: Replicas) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for life in lives[:_MOST_ROWS]:
         hits = life["prefix_hit_tokens"] / life["prompt_tokens"] if life["prompt_tokens"] else 0.0
         rows.append(
