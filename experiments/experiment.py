@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from engine.core.presets import SchedulerConfig
     from experiments.config import Config
     from experiments.terminal import Terminal
+    from sim.cluster import ClusterResult
+    from sim.node import NodeSpec
     from sim.simulate import SimResult
     from sim.steptime import StepTime
     from traces import Trace
@@ -232,6 +234,21 @@ class Context:
             found.requests(), found.steps(), found.gaps(), options.steps_in_flight, block_size=options.block_size
         )
         self.check_usage(run, tables, options.num_blocks)
+        return found, tables
+
+    def simulate_cluster(
+        self, run: str, trace: Trace, replicas: Sequence[NodeSpec], *more: Any, **options: Any
+    ) -> tuple[ClusterResult, list[Tables]]:
+        """`sim.cluster.simulate_cluster`, the tables of each life of each replica, and the check of their usage."""
+        from experiments.clustermetrics import life_tables
+        from sim.cluster import simulate_cluster
+
+        found = simulate_cluster(trace, replicas, *more, **options)
+        tables = [life_tables(record) for record in found.lives]
+        steps = 0
+        for record, each in zip(found.lives, tables, strict=True):
+            steps += check_usage(each, record.life.scheduler.config.num_blocks)
+        self._records[-1].usage[run] = steps
         return found, tables
 
     def check_usage(self, run: str, tables: Tables, num_blocks: int) -> None:

@@ -54,11 +54,18 @@ EXPERIMENTS: dict[str, Entry] = {
         "experiments.chunked", "what the size of prefill chunks does to TTFT and to the time between tokens"
     ),
     "engine_equality": Entry("experiments.equality", "whether paged attention computes what attention computes"),
+    "failover": Entry(
+        "experiments.failover", "requests and goodput lost while a replica restarts, with and without a spare"
+    ),
     "fork": Entry("experiments.fork", "memory saved where several sequences of a prompt share its blocks"),
     "preemption": Entry(
         "experiments.preemption", "recompute, swap, auto and reject over block size and link; the election night"
     ),
     "prefix": Entry("experiments.prefix", "what prefix caches of every size and policy hit, what it saves and costs"),
+    "routing": Entry(
+        "experiments.routing",
+        "what routers that know prefixes hit, and how evenly they load, against those that do not",
+    ),
     "utilization": Entry(
         "experiments.utilization", "KV blocks and out-of-memory events over utilization, batch sizes and lengths"
     ),

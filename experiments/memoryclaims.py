@@ -26,7 +26,6 @@ def settle(figures: dict[str, Any]) -> list[Settled]:
         _left_over(),
         _matrix(figures["spikes"]),
         _log_line(),
-        _falls_to_zero(figures["spikes"]),
         _safe(figures["grid"]),
         _legal(figures["spikes"]),
         _sequences(figures["grid"]),
@@ -167,21 +166,6 @@ def _log_line() -> Settled:
         numbers={"share_in_use": used / total, "budget_gib": budget, "beyond_gib": beyond, "scores_gib": scores,
                  "logits_gib": logits, "free_gib": free},
     )  # fmt: skip
-
-
-def _falls_to_zero(spikes: list[dict[str, Any]]) -> Settled:
-    """A08."""
-    died = [s for s in spikes if s.get("crashed")]
-    lost = max((s["lost"] for s in died), default=0)
-    return Settled(
-        "A08",
-        "reproduced" if died and all(s["lost"] > 0 for s in died) else "open",
-        f"in {len(died)} runs a step did not fit and ended its engine: all that ran (up to "
-        f"{max((s['running_then'] for s in died), default=0)} in the batch) and all that came later, up to {lost} "
-        f"of 40 requests, "
-        "got no answer; no step follows. What a restart costs is another question",
-        numbers={"runs": len(died), "most_lost": lost},
-    )
 
 
 def _safe(grid: dict[str, list[dict[str, Any]]]) -> Settled:

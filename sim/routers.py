@@ -164,9 +164,9 @@ class Session(Router):
 
 
 class PrefixAffinity(Router):
-    """The replica that was sent the longest part of the prompt before, if that is at least `threshold` of it; else the
-    one that remembers least. Where load is uneven (the fullest has `balance_abs` more than the emptiest, and
-    `balance_rel` times as many) the least loaded.
+    """The replica that was sent the longest part of the prompt before, if that is more than `threshold` of it; else, or
+    where load is uneven (the fullest has `balance_abs` more than the emptiest, and `balance_rel` times as many), the
+    least loaded.
 
     What a replica remembers is guessed from what it was sent: the newest `kv_tokens` of it. The form and the defaults
     of its thresholds are those of SGLang's cache-aware router.
@@ -204,9 +204,9 @@ class PrefixAffinity(Router):
         if high - low > self.balance_abs and high > self.balance_rel * low:
             return _least(replicas)
         best = max(replicas, key=lambda view: (self.matched(request, view.index), -view.load, -view.index))
-        if self.matched(request, best.index) >= self.threshold * request.prompt_tokens:
+        if self.matched(request, best.index) > self.threshold * request.prompt_tokens:
             return best.index
-        return min(replicas, key=lambda view: (self._tokens[view.index], view.load, view.index)).index
+        return _least(replicas)
 
     def sent(self, request: RoutedRequest, replica: int, now: int) -> None:
         known = self._known[replica]

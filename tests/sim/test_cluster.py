@@ -382,7 +382,7 @@ def test_the_prefix_router_goes_where_the_prompt_was() -> None:
     router.sent(request(0, trace=trace), 1, 0)
     assert router.matched(request(1, trace=trace), 1) == 60
     assert router.choose(request(1, trace=trace), views(0, 3), 0) == 1
-    assert router.choose(request(2, trace=trace), views(0, 0), 0) == 0
+    assert router.choose(request(2, trace=trace), views(2, 1), 0) == 1
     assert router.choose(request(3, trace=trace), views(0, 9), 0) == 0
     router.lost(1)
     assert router.matched(request(3, trace=trace), 1) == 0
