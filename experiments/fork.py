@@ -236,7 +236,7 @@ def _llm(name: str, loaded: Any, blocks: int, **options: Any) -> LLM:
     from engine.exec.llm import LLM
 
     options = {"enable_prefix_caching": False, **options}
-    limits = {"num_gpu_blocks_override": blocks, "max_model_len": 512, "block_size": BLOCK_SIZE}
+    limits: dict[str, Any] = {"num_gpu_blocks_override": blocks, "max_model_len": 512, "block_size": BLOCK_SIZE}
     return LLM(name, loaded, dtype="float32", **limits, **options)
 
 

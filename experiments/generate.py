@@ -29,8 +29,8 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     if not prompts:
         raise UsageError("There is no prompt: standard input was empty.")
     options = vars_of(engine_args(config))
-    with terminal.status(f"Loading {config.model}"):
-        llm = LLM(**options)
+    with terminal.loading(str(config.model)) as on_layer:
+        llm = LLM(**options, on_layer=on_layer)
     try:
         outputs = answers(llm, prompts, sampling(config), config.chat)
         name = llm.engine.model.name

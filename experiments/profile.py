@@ -49,8 +49,8 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     """`kvtwin profile`: writes --out; returns `{out, batches, model, device}`."""
     assert config.out is not None  # the command has a default
     options = engine_args(config)
-    with terminal.status(f"Loading {config.model}"):
-        engine = Engine(options)
+    with terminal.loading(str(config.model)) as on_layer:
+        engine = Engine(options, on_layer=on_layer)
     try:
         with terminal.progress() as progress:
             task = progress.add_task("Batches timed", total=None)

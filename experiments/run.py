@@ -161,8 +161,8 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     """`kvtwin run`: the results folder --out; returns summary.json."""
     trace = load_trace(config)
     options = engine_args(config)
-    with terminal.status(f"Loading {config.model}"):
-        engine = Engine(options)
+    with terminal.loading(str(config.model)) as on_layer:
+        engine = Engine(options, on_layer=on_layer)
     try:
         return run_trace(engine, config, trace, terminal)
     finally:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +50,13 @@ class Terminal:
     def status(self, text: str) -> AbstractContextManager[Any]:
         """Says on standard error that something takes a while."""
         return self._errors.status(text)
+
+    @contextmanager
+    def loading(self, model: str) -> Iterator[Callable[[int, int], None]]:
+        """Says on standard error which layer of a model is being loaded; gives what is to be told of each."""
+        text = f"Loading {model}"
+        with self._errors.status(text) as status:
+            yield lambda layer, layers: status.update(f"{text}: {layer} of {layers} layers")
 
     def progress(self) -> Progress:
         """A progress display on standard error; plain text where that is no terminal."""

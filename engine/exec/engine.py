@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -338,8 +338,15 @@ def _rank(row: _Row) -> None:
 class Engine:
     """A model in memory with its KV pool. Each `serve` starts with an empty pool and a clock at 0."""
 
-    def __init__(self, args: EngineArgs, loaded: LoadedModel | None = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        loaded: LoadedModel | None = None,
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Load the model and reserve the KV pool; `loaded` is used instead of loading `args.model` again.
+
+        `on_layer` is told which layer is being read, and of how many.
 
         Raises EngineError or ConfigError, each with one sentence.
         """
@@ -352,7 +359,7 @@ class Engine:
         self.args = args
         self.model = loaded or load_model(args.model, args.load_format, args.seed)
         self.dtype = default_dtype(self.model) if args.dtype == "auto" else _dtype(args.dtype)
-        self.decoder = Decoder(self.model.config, self.model.weights, self.dtype)
+        self.decoder = Decoder(self.model.config, self.model.weights, self.dtype, on_layer)
         # The decoder has its own copies in its own layout; the originals may go.
         self.model = self.model._replace(weights={})
         self.config = _scheduler_config(args, self.model.config, self.dtype)

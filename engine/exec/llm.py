@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,12 +51,18 @@ class RequestOutput:
 class LLM:
     """A model that answers prompts. Options are those of `EngineArgs`, by name."""
 
-    def __init__(self, model: Any = "smollm2", loaded: LoadedModel | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any = "smollm2",
+        loaded: LoadedModel | None = None,
+        on_layer: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> None:
         try:
             args = EngineArgs(model=model, **options)
         except TypeError as error:
             raise OptionError(f"the engine does not know an option: {error}") from None
-        self.engine = Engine(args, loaded)
+        self.engine = Engine(args, loaded, on_layer)
         self.recorder: Recorder | None = None
         """Of the last call of `generate`."""
 

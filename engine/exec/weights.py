@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.exec import gguf, smollm2
+from engine.exec.checkpoint import Checkpoint, read_json
 from engine.exec.tiny import TINY
 from engine.exec.tokenizer import ByteTokenizer, Tokenizer, from_gguf, from_json
 from engine.models.config import DecoderConfig
 from engine.models.errors import ModelError, OptionError
 from engine.models.llama import expected_weights
+from engine.models.quantised import Quantisation, QuantisedWeights
 
 __all__ = ["LOAD_FORMATS", "LoadedModel", "dummy_weights", "load_model"]
 
@@ -64,7 +65,7 @@ def load_model(model: str | Path | DecoderConfig, load_format: str = "auto", see
     if path.suffix == ".json":
         if load_format != "dummy":
             raise OptionError(f"{path} is a configuration without weights; add --load-format dummy for random ones")
-        config = DecoderConfig.from_hf(_json(path))
+        config = DecoderConfig.from_hf(read_json(path))
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         return LoadedModel(name, config, dummy_weights(config, seed), _byte_tokenizer(config))
     raise ModelError(f"{path} is neither a checkpoint folder nor a .gguf or config.json file")
@@ -87,14 +88,22 @@ def _from_gguf(name: str, path: Path, load_format: str, seed: int) -> LoadedMode
 
 
 def _from_folder(folder: Path, load_format: str, seed: int) -> LoadedModel:
-    config = DecoderConfig.from_hf(_json(folder / "config.json"))
+    contents = read_json(folder / "config.json")
+    config = DecoderConfig.from_hf(contents)
     generation = folder / "generation_config.json"
-    if generation.is_file() and isinstance(ends := _json(generation).get("eos_token_id"), list):
+    if generation.is_file() and isinstance(ends := read_json(generation).get("eos_token_id"), list):
         # Chat models end a turn with a token of its own, and only this file names it.
         config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
     if load_format == "gguf":
         raise OptionError(f"load_format is 'gguf', and {folder} is a checkpoint folder; name the .gguf file itself")
-    weights = dummy_weights(config, seed) if load_format == "dummy" else _safetensors(folder)
+    weights: Mapping[str, Tensor]
+    if load_format == "dummy":
+        weights = dummy_weights(config, seed)
+    else:
+        how = Quantisation.from_hf(contents)
+        weights = Checkpoint(folder)
+        if how is not None:
+            weights = QuantisedWeights(weights, how)
     vocabulary = folder / "tokenizer.json"
     tokenizer: Tokenizer | None = None
     if vocabulary.is_file():
@@ -102,44 +111,6 @@ def _from_folder(folder: Path, load_format: str, seed: int) -> LoadedModel:
     elif load_format == "dummy":
         tokenizer = _byte_tokenizer(config)
     return LoadedModel(folder.name, config, weights, tokenizer)
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"the model folder {path.parent} has no {path.name}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from None
-
-
-def _safetensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder; of the files that `model.safetensors.index.json` names, where there is one."""
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        contents = _json(index)
-        if not isinstance(contents, dict) or not isinstance(contents.get("weight_map"), dict):
-            raise ModelError(f"{index} has no weight_map")
-        files = [folder / name for name in sorted(set(contents["weight_map"].values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(
-            f"the model folder {folder} has no .safetensors file (for random weights, --load-format dummy)"
-        )
-    weights: dict[str, Tensor] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    weights[name] = file.get_tensor(name)
-        except FileNotFoundError:
-            raise ModelError(f"{index.name} names {path.name}, which the model folder {folder} does not have") from None
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"cannot read {path}: {error}") from None
-    return weights
 
 
 def dummy_weights(config: DecoderConfig, seed: int = 0) -> dict[str, Tensor]:

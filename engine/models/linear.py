@@ -20,20 +20,22 @@ class Linear:
     other way round is two to three times as fast on AVX-512, and oneDNN's blocked format is for wide matrices.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, borrowed: bool = False) -> None:
+        """`borrowed`: the weight lies in memory that is not ours, such as a mapped file, and is not kept as it is."""
         self.outputs, self.inputs = weight.shape
         self.bias = bias
         self._packed: Tensor | None = None
         self._turned: Tensor | None = None
         self._plain: Tensor | None = None
         if weight.device.type != "cpu" or weight.dtype == torch.float64 or isinstance(weight, FakeTensor):
-            self._plain = weight  # a fake weight has a shape only, and every path gives the same result
+            # A fake weight has a shape only, and every path gives the same result.
+            self._plain = weight.clone() if borrowed else weight
         elif _can_pack(weight.dtype) and (weight.dtype == torch.bfloat16 or self.outputs >= _PACK_FROM_OUTPUTS):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         elif weight.dtype == torch.float32:
             self._turned = weight.t().contiguous()
         else:
-            self._plain = weight
+            self._plain = weight.clone() if borrowed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._turned is not None:

@@ -6,7 +6,7 @@ projections (Qwen2), norms over query and key heads (Qwen3), and a mixture of ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -62,23 +62,54 @@ def expected_weights(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
         yield "lm_head.weight", (config.vocab_size, hidden)
 
 
+class _Weights:
+    """A checkpoint's weights, in the model's dtype, each read when it is asked for."""
+
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._borrowed: bool = getattr(weights, "borrowed", False)
+        """Whether tensors lie in memory that is not ours, such as a mapped file."""
+
+    def check(self, config: DecoderConfig) -> None:
+        """Raises ModelError: a weight is missing, or has another shape than the configuration says."""
+        shape_of = getattr(self._weights, "shape_of", None)
+        for name, shape in expected_weights(config):
+            if name not in self._weights:
+                raise ModelError(f"the checkpoint has no weight {name}, which its configuration asks for")
+            found = tuple(shape_of(name) if shape_of is not None else self._weights[name].shape)
+            if found != shape:
+                raise ModelError(f"the checkpoint's weight {name} has shape {found}; its configuration says {shape}")
+
+    def kept(self, name: str) -> Tensor:
+        """A weight that stays as it is."""
+        return self._weights[name].to(self._dtype, copy=self._borrowed)
+
+    def optional(self, name: str) -> Tensor | None:
+        return self.kept(name) if name in self._weights else None
+
+    def linear(self, *names: str) -> Linear:
+        """Matrices of one input, one above the other, with their biases."""
+        matrices = [self._weights[f"{name}.weight"].to(self._dtype) for name in names]
+        biases = [bias for name in names if (bias := self.optional(f"{name}.bias")) is not None]
+        whole = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        return Linear(whole, torch.cat(biases) if biases else None, self._borrowed and len(matrices) == 1)
+
+
 class _Layer:
     """One decoder layer's weights, with the projections that read the same input joined."""
 
     __slots__ = ("input_norm", "key_norm", "mlp", "out", "post_norm", "qkv", "query_norm")
 
-    def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: DecoderConfig) -> None:
+    def __init__(self, weights: _Weights, prefix: str, config: DecoderConfig) -> None:
         def joined(part: str, *names: str) -> Linear:
-            matrices = [weights[f"{prefix}{part}.{name}.weight"] for name in names]
-            biases = [weights.get(f"{prefix}{part}.{name}.bias") for name in names]
-            present = [bias for bias in biases if bias is not None]
-            return Linear(torch.cat(matrices), torch.cat(present) if present else None)
+            return weights.linear(*(f"{prefix}{part}.{name}" for name in names))
 
-        self.input_norm = weights[prefix + "input_layernorm.weight"]
-        self.post_norm = weights[prefix + "post_attention_layernorm.weight"]
+        self.input_norm = weights.kept(prefix + "input_layernorm.weight")
+        self.post_norm = weights.kept(prefix + "post_attention_layernorm.weight")
         self.qkv = joined("self_attn", "q_proj", "k_proj", "v_proj")
-        self.query_norm = weights.get(prefix + "self_attn.q_norm.weight")
-        self.key_norm = weights.get(prefix + "self_attn.k_norm.weight")
+        self.query_norm = weights.optional(prefix + "self_attn.q_norm.weight")
+        self.key_norm = weights.optional(prefix + "self_attn.k_norm.weight")
         self.out = joined("self_attn", "o_proj")
         self.mlp: GatedMlp | MixtureOfExperts
         if config.num_experts:
@@ -95,27 +126,37 @@ class _Layer:
 class Decoder:
     """The decoder. It holds weights and constants only; all state of requests is in the cache and the layout."""
 
-    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Convert `weights` to `dtype`; ModelError names the first weight that is missing or has another shape."""
-        converted: dict[str, Tensor] = {}
-        for name, shape in expected_weights(config):
-            tensor = weights.get(name)
-            if tensor is None:
-                raise ModelError(f"the checkpoint has no weight {name}, which its configuration asks for")
-            if tuple(tensor.shape) != shape:
-                raise ModelError(
-                    f"the checkpoint's weight {name} has shape {tuple(tensor.shape)}; its configuration says {shape}"
-                )
-            converted[name] = tensor.to(dtype)
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Convert `weights` to `dtype`, a layer at a time; `on_layer` is told of each one, and of how many.
+
+        Weights of a mapping that says `borrowed` are copied, and looked at one after another; one that has `shape_of`
+        is asked for shapes by it.
+
+        Raises:
+            ModelError: names the first weight that is missing or has another shape.
+        """
+        read = _Weights(weights, dtype)
+        read.check(config)
         self.config = config
         self.dtype = dtype
-        self.embedding = converted["model.embed_tokens.weight"]
+        # The largest matrices first: they need room beside themselves while they are turned or packed.
+        self.embedding = read.kept("model.embed_tokens.weight")
+        self.head = Linear(self.embedding) if config.tie_word_embeddings else read.linear("lm_head")
         self.layers = []
         for layer in range(config.num_layers):
-            self.layers.append(_Layer(converted, f"model.layers.{layer}.", config))
-        self.norm = converted["model.norm.weight"]
-        self.head = Linear(self.embedding if config.tie_word_embeddings else converted["lm_head.weight"])
+            if on_layer is not None:
+                on_layer(layer, config.num_layers)
+            self.layers.append(_Layer(read, f"model.layers.{layer}.", config))
+        self.norm = read.kept("model.norm.weight")
         self.cos, self.sin = _rope_tables(config, dtype)
+        if on_layer is not None:
+            on_layer(config.num_layers, config.num_layers)
 
     def forward(self, tokens: Tensor, layout: StepLayout, cache: PagedKVCache) -> Tensor:
         """Hidden states [T, hidden] after the final norm of `tokens` int64[T]; their keys and values go to `cache`."""
