@@ -61,7 +61,8 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     wall, cpu = time.perf_counter(), time.process_time()
     trace = load_trace(config)
     replicas = replicas_of(config)
-    router, gateway, faults = load_router(config.router), gateway_of(config), faults_of(config)
+    router, decode_router = load_router(config.router), load_router(config.decode_router)
+    gateway, faults = gateway_of(config), faults_of(config)
     faults.check(len(replicas.specs))
     assert config.out is not None  # required by the command line
     manifest = {
@@ -69,7 +70,13 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
         "kind": "cluster",
         "cluster": {name: getattr(config, name) for name, o in options().items() if o.section == "cluster"},
         "replicas": [
-            {"name": spec.name, "kv_blocks": spec.config.num_blocks, "step_time": label, "restart_ns": spec.restart_ns}
+            {
+                "name": spec.name,
+                "role": spec.role,
+                "kv_blocks": spec.config.num_blocks,
+                "step_time": label,
+                "restart_ns": spec.restart_ns,
+            }
             for spec, label in zip(replicas.specs, replicas.labels, strict=True)
         ],
     }
@@ -82,6 +89,7 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
             router,
             gateway,
             faults,
+            decode_router=decode_router,
             time_scale=config.time_scale,
             fast_forward=config.fast_forward,
             stop=interrupted,
@@ -116,20 +124,25 @@ def replicas_of(config: Config) -> Replicas:
         UsageError, SimError, CoreError: a number, a file or an option that cannot be.
     """
     found = Replicas([], [], [], [])
-    for count, weight, role in _groups(config):
-        _add(found, count, weight, role)
+    for count, weight, role, own in _groups(config):
+        _add(found, count, weight, role, own)
     return found
 
 
-def _groups(config: Config) -> list[tuple[int, float, Config]]:
-    """(how many, speed beside the others, options) of each group of equal replicas."""
+def _groups(config: Config) -> list[tuple[int, float, str, Config]]:
+    """(how many, speed beside the others, role, options) of each group of equal replicas."""
     text = config.replicas.strip()
     if re.fullmatch(r"[+-]?\d+", text):
         if not 1 <= int(text) <= 10_000:
             raise UsageError(f"--replicas must be 1 to 10,000 or a YAML file, but is {text}.")
-        return [(int(text), 1.0, config)]
+        return [(int(text), 1.0, "both", config)]
+    apart = re.fullmatch(r"(\d{1,4})p(\d{1,4})d", text.lower())
+    if apart is not None:
+        if "0" in apart.groups():
+            raise UsageError(f"--replicas is {text}; it takes one or more of each kind.")
+        return [(int(apart[1]), 1.0, "prefill", config), (int(apart[2]), 1.0, "decode", config)]
     if not Path(text).is_file():
-        raise UsageError(f"--replicas is {text!r}, which is neither a whole number nor a file.")
+        raise UsageError(f"--replicas is {text!r}, which is neither a whole number nor 2p3d nor a file.")
     content = read_config_file(text)
     entries = content.pop("replicas", None)
     if content:
@@ -139,10 +152,10 @@ def _groups(config: Config) -> list[tuple[int, float, Config]]:
     return [_group(config, entry, f"group {at + 1} in {text}") for at, entry in enumerate(entries)]
 
 
-def _group(config: Config, entry: dict[str, Any], where: str) -> tuple[int, float, Config]:
+def _group(config: Config, entry: dict[str, Any], where: str) -> tuple[int, float, str, Config]:
     known = {name: o for name, o in options().items() if o.section in _OWN or name in _OWN_OPTIONS}
     values: dict[str, Any] = {}
-    count, weight = 1, 1.0
+    count, weight, role = 1, 1.0, "both"
     for key, value in entry.items():
         name = str(key).replace("-", "_")
         if name == "count":
@@ -153,22 +166,30 @@ def _group(config: Config, entry: dict[str, Any], where: str) -> tuple[int, floa
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise UsageError(f"weight in {where} must be a number above 0, but is {value!r}.")
             weight = float(value)
+        elif name == "role":
+            if value not in ("both", "prefill", "decode"):
+                raise UsageError(f"role in {where} must be both, prefill or decode, but is {value!r}.")
+            role = str(value)
         elif name in known:
             values[name] = parse_value(known[name], value, f"{name} in {where}")
         else:
-            close = nearest(name, [*known, "count", "weight"])
-            raise UsageError(f"{where} has the unknown key {name}{close or '; it takes count, weight and options.'}")
-    return count, weight, dataclasses.replace(config, **values)
+            close = nearest(name, [*known, "count", "weight", "role"])
+            raise UsageError(
+                f"{where} has the unknown key {name}{close or '; it takes count, weight, role and options.'}"
+            )
+    return count, weight, role, dataclasses.replace(config, **values)
 
 
-def _add(found: Replicas, count: int, weight: float, config: Config) -> None:
+def _add(found: Replicas, count: int, weight: float, role: str, config: Config) -> None:
+    from sim.handover import KvLink
     from sim.node import NodeSpec
 
     basis, scheduler, assumption = scheduler_of(config)
     name = config.hardware or config.calibration or ""
     restart = _restart_ns(config)
+    link = KvLink(config.kv_link_gb_s * 1e9, round(config.kv_link_latency_us * 1e3))
     for _ in range(count):
-        found.specs.append(NodeSpec(scheduler, basis.step_time, basis.moves, name, restart, weight))
+        found.specs.append(NodeSpec(scheduler, basis.step_time, basis.moves, name, restart, weight, role, link))
         found.configs.append(config)
         found.labels.append(basis.label)
     for text in (*basis.assumptions, assumption):

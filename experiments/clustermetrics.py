@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.metrics import Slo, Tables, distribution, good, inter_token_gaps, latencies
+from sim.attempts import DECODE, PREFILL
 from sim.faults import NEVER
 
 if TYPE_CHECKING:
@@ -43,10 +44,10 @@ def cluster_summary(
     seconds = max(0, int(ended.max()) - int(arrival.min())) / 1e9 if len(arrival) else 0.0
     values = latencies(requests)
     output = int(requests["output_tokens"].sum())
-    sampled = int(attempts["output_tokens"].sum())
+    sampled = int(attempts["output_tokens"][attempts["leg"] != PREFILL].sum())
     met = int(good(requests, slo).sum())
     gaps = [inter_token_gaps(each) for each in tables]
-    admitted = attempts["admitted_ns"] >= 0
+    admitted = (attempts["admitted_ns"] >= 0) & (attempts["leg"] != DECODE)
     prompt = np.asarray(result.trace.prompt_tokens, dtype=np.int64)[attempts["row"]]
     work = _work(result, tables)
     return {

@@ -290,7 +290,10 @@ class Config:
 
     # -- cluster
     replicas: str = _option(
-        "1", "cluster", "how many equal replicas, or a YAML file that lists them (docs/cluster.md)", metavar="N|FILE"
+        "1",
+        "cluster",
+        "how many equal replicas; 2p3d: two that compute prompts and three that decode; or a YAML file that lists them",
+        metavar="N|NpMd|FILE",
     )
     router: str = _option(
         "round-robin",
@@ -298,6 +301,16 @@ class Config:
         "who gets a request: round-robin, least-loaded, power-of-two, prefix, session, or a class of your own",
         metavar="NAME|FILE.py:CLASS",
     )
+    decode_router: str = _option(
+        "least-loaded",
+        "cluster",
+        "who decodes a prompt that another replica has computed; as --router",
+        metavar="NAME|FILE.py:CLASS",
+    )
+    kv_link_gb_s: float = _option(
+        25.0, "cluster", "GB/s at which a replica that decodes receives prompts (200 Gbit/s)", above=0, high=1e6
+    )
+    kv_link_latency_us: float = _option(20.0, "cluster", "latency of that link", unit="us", low=0, high=1e9)
     rate_limit: float = _option(
         0.0, "cluster", "requests let in a second, on average; 0: no limit; others get 429", low=0, high=1e9
     )

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import simpy
 
+from sim.attempts import FAILED, OUTCOMES, SHED, STATUS
 from sim.errors import SimError, StalledError
 from sim.faults import NEVER, Faults
-from sim.gateway import FAILED, OUTCOMES, SHED, STATUS, Gateway, GatewayOptions, call_at
+from sim.gateway import Gateway, GatewayOptions, call_at
 from sim.node import Life, Node, NodeSpec
-from sim.routers import RoundRobin, Router
+from sim.routers import LeastLoaded, RoundRobin, Router
 from sim.simulate import TraceSpecs, uncollected
 from traces import Trace, TraceSource
 
@@ -56,14 +57,15 @@ class ClusterResult:
     complete: bool = True
 
     def attempts(self) -> dict[str, Any]:
-        """One row an attempt, in the order in which they were sent.
+        """One row an attempt, in the order in which they were sent; two where prompts are handed over, one a `leg` (0
+        whole, 1 prompt, 2 output).
 
         `row`, `attempt` (from 1), `sent_ns`, `routed_ns` (to a replica; -1: to none), `replica`, `life`, `end_ns` (as
         its client sees it; -1: it has not), `outcome` and `status`; and what the replica's core recorded of it:
         `queued_ns`, `admitted_ns`, `first_token_ns`, `output_tokens`, `cached_tokens`, `num_preemptions`.
         """
         kept = self.gateway.attempts
-        names = ("row", "attempt", "sent_ns", "routed_ns", "replica", "end_ns")
+        names = ("row", "attempt", "leg", "sent_ns", "routed_ns", "replica", "end_ns")
         table: dict[str, Any] = {name: np.array(getattr(kept, name), dtype=np.int64) for name in names}
         count = len(table["row"])
         table["life"] = np.full(count, -1, dtype=np.int64)
@@ -156,7 +158,7 @@ class _Cluster:
         self,
         trace: Trace,
         specs: Sequence[NodeSpec],
-        router: Router,
+        routers: Sequence[Router],
         options: GatewayOptions,
         faults: Faults,
         time_scale: float,
@@ -172,7 +174,7 @@ class _Cluster:
         self._handing = False
         self._timer_at = -1
         """When the newest timer for arrivals goes off."""
-        self.gateway = Gateway(self.env, options, router, trace, sessions_of(trace), self._ended, self._arrive)
+        self.gateway = Gateway(self.env, options, routers, trace, sessions_of(trace), self._ended, self._arrive)
         made: dict[int, TraceSpecs] = {}
         for spec in specs:
             if id(spec.config) not in made:
@@ -281,6 +283,15 @@ class _Cluster:
     end_ns = 0
 
 
+def _check_roles(replicas: Sequence[NodeSpec]) -> None:
+    roles = {spec.role for spec in replicas}
+    if len(roles) > 1 and "both" in roles:
+        raise SimError("Replicas either all do both, or each computes prompts or decodes; give each a role or none.")
+    if roles != {"both"} and len(roles) == 1:
+        missing = "decode" if roles == {"prefill"} else "prefill"
+        raise SimError(f"All replicas have the role {roles.pop()}; one or more must have the role {missing}.")
+
+
 def simulate_cluster(
     trace: Trace,
     replicas: Sequence[NodeSpec],
@@ -288,6 +299,7 @@ def simulate_cluster(
     options: GatewayOptions | None = None,
     faults: Faults | None = None,
     *,
+    decode_router: Router | None = None,
     time_scale: float = 1.0,
     fast_forward: bool = True,
     check: bool = False,
@@ -296,7 +308,8 @@ def simulate_cluster(
     """Serve a whole trace on a cluster, in simulated time.
 
     Args:
-        router: default: one after another.
+        router: default: one after another. Where some replicas compute prompts and others decode, for the former.
+        decode_router: for the latter; default: the least loaded.
         options: of the gateway and its clients; default: no limits, no retries.
         faults: default: none.
         fast_forward: changes the speed and nothing else.
@@ -304,18 +317,22 @@ def simulate_cluster(
         stop: asked now and then whether to leave off.
 
     Raises:
-        SimError: there is no replica, a fault names none, or a router does.
+        SimError: there is no replica, none to compute prompts or none to decode, or a fault or a router names none.
         StalledError: requests are left and nothing will ever happen; a bug of ours.
     """
     if not replicas:
         raise SimError("A cluster needs one replica or more.")
+    _check_roles(replicas)
     faults = faults or Faults()
+    routers = [router or RoundRobin()]
+    if any(spec.role != "both" for spec in replicas):
+        routers.append(decode_router or LeastLoaded())
     faults.check(len(replicas))
     with uncollected():
         cluster = _Cluster(
             trace,
             replicas,
-            router or RoundRobin(),
+            routers,
             options or GatewayOptions(),
             faults,
             time_scale,

@@ -9,13 +9,15 @@ with the failure of its last attempt.
     replica      502   it died while it served the request, or was dead when it was sent one
     timeout      504   no answer in time; the replica is told to forget the request
 
+Where some replicas compute prompts and others outputs, an attempt has two legs: a replica of the first kind computes
+the prompt, its keys and values go over a link to one of the second, and that generates the whole output.
+
 What clients and the gateway do at a time comes before the steps that end at that time, and what follows from the end of
 a request comes 1 ns after it: so the order of events does not depend on how steps are simulated.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,34 +25,14 @@ from functools import partial
 import simpy
 from simpy.events import URGENT
 
+from sim.attempts import ANSWERS, CODE, DECODE, PREFILL, WHOLE, Attempts
 from sim.draws import uniform
 from sim.errors import SimError
 from sim.node import Node
 from sim.routers import ReplicaView, RoutedRequest, Router
 from traces import Trace
 
-__all__ = ["FAILED", "OUTCOMES", "SHED", "STATUS", "Gateway", "GatewayOptions", "call_at"]
-
-STATUS = {
-    "length": 200,
-    "stop": 200,
-    "rejected": 400,
-    "no-memory": 500,
-    "rate-limited": 429,
-    "queue-full": 503,
-    "no-replica": 503,
-    "crashed": 502,
-    "refused": 502,
-    "timeout": 504,
-}
-"""How an attempt can end, and what its client is told, as HTTP says it."""
-OUTCOMES = ("unfinished", *STATUS)
-"""By number, in the records."""
-_CODE = {name: code for code, name in enumerate(OUTCOMES)}
-_ANSWERS = ("length", "stop", "rejected", "no-memory")
-"""Ends that a replica gives: asking again would give the same."""
-SHED = ("rate-limited", "queue-full", "no-replica")
-FAILED = ("crashed", "refused")
+__all__ = ["Gateway", "GatewayOptions", "call_at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,40 +84,33 @@ def call_at(env: simpy.Environment, at: int, what: Callable[[], None]) -> None:
 class _Call:
     """A request that has not ended."""
 
-    __slots__ = ("attempt", "node", "request", "row", "ticket")
+    __slots__ = ("attempt", "deadline", "leg", "node", "request", "row", "source", "ticket")
 
     def __init__(self, row: int) -> None:
         self.row = row
         self.attempt = 0
         self.ticket = -1
-        """Of the attempt that is under way; -1: it pauses."""
+        """Of the attempt, or its leg, that is under way; -1: it pauses."""
+        self.leg = WHOLE
+        self.deadline = 0
+        """When its client gives up; 0: never."""
+        self.source = -1
+        """The replica whose cache has its prompt, while that is on the way; -1: it is not."""
         self.node = -1
         """Where that is; -1: in the queue."""
         self.request: RoutedRequest | None = None
 
 
-class _Attempts:
-    """A row an attempt, by ticket."""
+class _Pool:
+    """Replicas that do the same, and those that wait for one of them."""
 
-    def __init__(self) -> None:
-        self.row = array("q")
-        self.attempt = array("q")
-        self.sent_ns = array("q")
-        """When the client sent it."""
-        self.routed_ns = array("q")
-        """When a replica was sent it; -1: none was."""
-        self.replica = array("q")
-        self.end_ns = array("q")
-        self.outcome = array("q")
-
-    def add(self, row: int, attempt: int, now: int) -> int:
-        for column, value in zip(
-            (self.row, self.attempt, self.sent_ns, self.routed_ns, self.replica, self.end_ns, self.outcome),
-            (row, attempt, now, -1, -1, -1, 0),
-            strict=True,
-        ):
-            column.append(value)
-        return len(self.row) - 1
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.views: list[ReplicaView] = []
+        self.queue: dict[int, _Call] = {}
+        """By ticket, in order."""
+        self.gone = 0
+        """Replicas that will not be back."""
 
 
 class Gateway:
@@ -145,15 +120,15 @@ class Gateway:
         self,
         env: simpy.Environment,
         options: GatewayOptions,
-        router: Router,
+        routers: Sequence[Router],
         trace: Trace,
         sessions: Sequence[int],
         ended: Callable[[int, int], None],
         on_ends: Callable[[], None],
     ) -> None:
-        """`ended` is called with a row and the time when its request has ended; `on_ends` when what follows from
-        ends is to happen."""
-        self.attempts = _Attempts()
+        """`routers`: one, or one for prompts and one for outputs. `ended` is called with a row and the time when its
+        request has ended; `on_ends` when what follows from ends is to happen."""
+        self.attempts = Attempts()
         self.outcome: dict[int, str] = {}
         """How each request that has ended did."""
         self.reasons: dict[int, str] = {}
@@ -162,7 +137,7 @@ class Gateway:
         self.views: list[ReplicaView] = []
         self._env = env
         self._options = options
-        self._router = router
+        self._pools = [_Pool(router) for router in routers]
         self._trace = trace
         self._sessions = sessions
         self._ended = ended
@@ -171,10 +146,6 @@ class Gateway:
         """Whether something is due that follows from ends."""
         self._calls: dict[int, _Call] = {}
         """By ticket: attempts under way."""
-        self._queue: dict[int, _Call] = {}
-        """By ticket, in order: attempts that wait for a replica."""
-        self._gone: set[int] = set()
-        """Replicas that will not be back."""
         # The token bucket as the time at which it would be full again: whole ns, so that nothing drifts.
         self._token_ns = round(1e9 / options.rate_per_s) if options.rate_per_s else 0
         self._full_at = 0
@@ -185,13 +156,22 @@ class Gateway:
         limit = self._options.max_outstanding
         for node in nodes:
             config = node.spec.config
-            self.views.append(ReplicaView(node.index, config.num_blocks * config.block_size, limit, node.spec.weight))
-        self._router.start(self.views, self._options.seed)
+            view = ReplicaView(node.index, config.num_blocks * config.block_size, limit, node.spec.weight)
+            self.views.append(view)
+            self._pool_of(node).views.append(view)
+        for pool in self._pools:
+            pool.router.start(pool.views, self._options.seed)
+
+    def _pool_of(self, node: Node) -> _Pool:
+        return self._pools[-1] if node.spec.role == "decode" else self._pools[0]
+
+    def _pool_for(self, call: _Call) -> _Pool:
+        return self._pools[-1] if call.leg == DECODE else self._pools[0]
 
     @property
     def num_waiting(self) -> int:
-        """Attempts in the queue."""
-        return len(self._queue)
+        """Attempts in a queue."""
+        return sum(len(pool.queue) for pool in self._pools)
 
     # ---- clients ----
 
@@ -202,22 +182,33 @@ class Gateway:
     def _attempt(self, call: _Call) -> None:
         now = int(self._env.now)
         call.attempt += 1
-        call.ticket = ticket = self.attempts.add(call.row, call.attempt, now)
-        call.node = -1
         call.request = RoutedRequest(self._trace, call.row, call.attempt, self._sessions[call.row])
-        self._calls[ticket] = call
-        if self._options.timeout_ns:
-            call_at(self._env, now + self._options.timeout_ns, partial(self._timed_out, ticket))
+        call.deadline = now + self._options.timeout_ns if self._options.timeout_ns else 0
+        self._begin_leg(call, WHOLE if len(self._pools) == 1 else PREFILL)
         if not self._has_token(now):
             self._over(call, "rate-limited")
             return
-        self._queue[ticket] = call
-        self._dispatch()
-        if ticket in self._queue:
-            if len(self._gone) == len(self.nodes):
-                self._over(call, "no-replica")
-            elif self._options.max_queue is not None and len(self._queue) > self._options.max_queue:
-                self._over(call, "queue-full")
+        limit = self._options.max_queue
+        self._enqueue(call)
+        pool = self._pools[0]
+        if call.ticket in pool.queue and limit is not None and len(pool.queue) > limit:
+            self._over(call, "queue-full")
+
+    def _begin_leg(self, call: _Call, leg: int) -> None:
+        call.leg = leg
+        call.node = -1
+        call.ticket = ticket = self.attempts.add(call.row, call.attempt, int(self._env.now), leg)
+        self._calls[ticket] = call
+        if call.deadline:
+            call_at(self._env, call.deadline, partial(self._timed_out, ticket))
+
+    def _enqueue(self, call: _Call) -> None:
+        """The attempt waits for a replica, if only for a moment; without any left it has failed."""
+        pool = self._pool_for(call)
+        pool.queue[call.ticket] = call
+        self._dispatch(pool)
+        if call.ticket in pool.queue and pool.gone == len(pool.views):
+            self._over(call, "no-replica")
 
     def _has_token(self, now: int) -> bool:
         if not self._token_ns:
@@ -235,24 +226,28 @@ class Gateway:
         if call.node >= 0:
             self.nodes[call.node].life.take_back(ticket)
         self._over(call, "timeout")
-        self._dispatch()
+        self._dispatch_all()
 
-    def _over(self, call: _Call, outcome: str) -> None:
-        """The attempt under way has ended: its client has the answer, tries again, or gives up."""
-        now = int(self._env.now)
+    def _end_leg(self, call: _Call, outcome: str) -> None:
         ticket = call.ticket
         del self._calls[ticket]
-        self._queue.pop(ticket, None)
-        self.attempts.end_ns[ticket] = now
-        self.attempts.outcome[ticket] = _CODE[outcome]
+        self._pool_for(call).queue.pop(ticket, None)
+        self.attempts.end_ns[ticket] = int(self._env.now)
+        self.attempts.outcome[ticket] = CODE[outcome]
+        call.source = -1
         if call.node >= 0:
             view = self.views[call.node]
             view.outstanding -= 1
             assert call.request is not None  # it was sent
             view.outstanding_tokens -= call.request.prompt_tokens + call.request.max_tokens
+
+    def _over(self, call: _Call, outcome: str) -> None:
+        """The attempt under way has ended: its client has the answer, tries again, or gives up."""
+        now = int(self._env.now)
+        self._end_leg(call, outcome)
         call.ticket = -1
         options = self._options
-        if outcome in _ANSWERS or call.attempt > options.retries:
+        if outcome in ANSWERS or call.attempt > options.retries:
             self.outcome[call.row] = outcome
             self._ended(call.row, now)
             if not self._follows:
@@ -268,25 +263,27 @@ class Gateway:
     def _after_ends(self) -> None:
         self._follows = False
         self._on_ends()
-        self._dispatch()
+        self._dispatch_all()
 
-    def _dispatch(self) -> None:
+    def _dispatch_all(self) -> None:
+        for pool in self._pools:
+            self._dispatch(pool)
+
+    def _dispatch(self, pool: _Pool) -> None:
         """Sends those that wait to replicas that can take them, first come, first served."""
-        while self._queue:
+        while pool.queue:
             ready = [
                 view
-                for view in self.views
+                for view in pool.views
                 if view.healthy and (view.max_outstanding is None or view.outstanding < view.max_outstanding)
             ]
             if not ready:
                 return
-            call = self._queue.pop(next(iter(self._queue)))
+            call = pool.queue.pop(next(iter(pool.queue)))
             assert call.request is not None  # of its attempt
-            index = self._choose(call.request, ready)
-            self._send(call, call.request, index)
+            self._send(call, call.request, self._choose(pool.router, call.request, ready))
 
-    def _choose(self, request: RoutedRequest, ready: Sequence[ReplicaView]) -> int:
-        router = self._router
+    def _choose(self, router: Router, request: RoutedRequest, ready: Sequence[ReplicaView]) -> int:
         try:
             index = router.choose(request, ready, int(self._env.now))
         except SimError:
@@ -309,11 +306,23 @@ class Gateway:
         view = self.views[index]
         view.outstanding += 1
         view.outstanding_tokens += request.prompt_tokens + request.max_tokens
-        self._router.sent(request, index, now)
-        if self.nodes[index].up:
-            self.nodes[index].life.send(call.ticket, call.row)
-        else:  # dead, and no health check has told yet
+        self._pool_for(call).router.sent(request, index, now)
+        node = self.nodes[index]
+        if not node.up:  # dead, and no health check has told yet
             self._over(call, "refused")
+        elif call.leg == DECODE:
+            # The replica waits for the prompt's keys and values, and is counted as busy with them.
+            took = node.receive(request.prompt_tokens)
+            call_at(self._env, now + took, partial(self._received, call.ticket))
+        else:
+            node.life.send(call.ticket, call.row)
+
+    def _received(self, ticket: int) -> None:
+        """A prompt's keys and values are where its output will be generated; nobody may want them any more."""
+        call = self._calls.get(ticket)
+        if call is not None:
+            call.source = -1
+            self.nodes[call.node].life.send(ticket, call.row)
 
     def answered(self, ticket: int, outcome: str, reason: str) -> None:
         """A replica has ended a request; nobody may want the answer any more."""
@@ -322,24 +331,40 @@ class Gateway:
             return
         if reason:
             self.reasons[call.row] = reason
-        self._over(call, outcome)
+        if call.leg != PREFILL or outcome not in ("length", "stop"):
+            self._over(call, outcome)
+            return
+        source = call.node
+        self._end_leg(call, "handed-over")
+        self._begin_leg(call, DECODE)
+        call.source = source
+        call_at(self._env, int(self._env.now) + 1, partial(self._hand_over, call, call.ticket))
+
+    def _hand_over(self, call: _Call, ticket: int) -> None:
+        if ticket in self._calls:
+            self._enqueue(call)
+        self._dispatch(self._pools[0])  # the replica that has computed the prompt can take another
 
     def died(self, node: Node) -> None:
-        """A replica has died: what it served is lost, and its clients see that at once."""
-        for call in [call for call in self._calls.values() if call.node == node.index]:
+        """A replica has died: what it served is lost, and its clients see that at once. So are the prompts in its cache
+        that have not been received elsewhere."""
+        index = node.index
+        for call in [call for call in self._calls.values() if index in (call.node, call.source)]:
             self._over(call, "crashed")
 
     def noticed(self, node: Node) -> None:
         """A health check finds the replica dead or alive."""
         view = self.views[node.index]
+        pool = self._pool_of(node)
         if view.healthy and not node.up:
-            self._router.lost(node.index)
+            pool.router.lost(node.index)
         view.healthy = node.up
-        self._dispatch()
+        self._dispatch(pool)
 
     def gone(self, node: Node) -> None:
-        """The replica will not be back; without any left, nobody waits for one."""
-        self._gone.add(node.index)
-        if len(self._gone) == len(self.nodes):
-            for call in list(self._queue.values()):
+        """The replica will not be back; without any left that does the same, nobody waits for one."""
+        pool = self._pool_of(node)
+        pool.gone += 1
+        if pool.gone == len(pool.views):
+            for call in list(pool.queue.values()):
                 self._over(call, "no-replica")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import simpy
 
@@ -18,8 +19,10 @@ from engine.core.presets import SchedulerConfig
 from engine.core.records import Recorder
 from engine.core.scheduler import Scheduler
 from engine.core.types import Finish
+from sim.errors import SimError
 from sim.executor import SimExecutor
 from sim.faults import NEVER
+from sim.handover import KvLink, ReceivingExecutor
 from sim.moves import FREE_MOVES, MoveTime
 from sim.replica import Replica
 from sim.simulate import SimResult, TraceSpecs
@@ -43,6 +46,14 @@ class NodeSpec:
     """From a crash until it serves again; NEVER: it does not come back."""
     weight: float = 1.0
     """Its speed beside the others', for routers that look at load."""
+    role: str = "both"
+    """`prefill`: it computes prompts alone. `decode`: it generates the outputs of prompts that others have computed."""
+    link: KvLink = field(default_factory=KvLink)
+    """Over which a replica that decodes receives prompts."""
+
+    def __post_init__(self) -> None:
+        if self.role not in ("both", "prefill", "decode"):
+            raise SimError(f"A replica's role must be both, prefill or decode, not '{self.role}'.")
 
 
 class Life:
@@ -78,10 +89,12 @@ class Life:
         self._ticket_of: dict[int, int] = {}
         """Ticket to request, and back, of those that the core has."""
         executor = SimExecutor(spec.step_time.with_overlap(spec.config.steps_in_flight), moves=spec.moves)
+        self._receiving = ReceivingExecutor(executor) if spec.role == "decode" else None
         self.replica = Replica(
             env,
             self.scheduler,
-            executor,
+            # The same in all that a replica asks of it; a class of the compiled build has no subclasses.
+            executor if self._receiving is None else cast(SimExecutor, self._receiving),
             self,
             self.recorder,
             finished=self.finished,
@@ -141,12 +154,17 @@ class Life:
             elif ticket in self._sent:
                 del self._sent[ticket]
                 self.tickets.append(ticket)
-                yield Add(self._specs.make(row, at), row)
+                spec = self._specs.make(row, at)
+                if self._spec.role == "prefill":
+                    spec = spec._replace(max_tokens=1, oracle_tokens=min(1, spec.oracle_tokens))
+                yield Add(spec, row)
 
     def accepted(self, row: int, request: int) -> None:
         ticket = self.tickets[-1]
         self._request_of[ticket] = request
         self._ticket_of[request] = ticket
+        if self._receiving is not None:
+            self._receiving.received.add(request)
 
     def rejected(self, row: int, reason: str, now: int) -> None:
         self._answer(self.tickets[-1], "rejected", reason)
@@ -183,6 +201,8 @@ class Node:
         self.lives: list[Life] = []
         self.up = False
         self._env = env
+        self._link_free_at = 0
+        """When the last prompt that is on the way has come."""
         self._make = partial(Life, env, spec, specs, answer, fast_forward, check, stop)
 
     @property
@@ -197,6 +217,14 @@ class Node:
     def crash(self) -> None:
         self.up = False
         self.life.die()
+
+    def receive(self, prompt_tokens: int) -> int:
+        """ns from now until a prompt's keys and values have come: whole blocks, one prompt after another."""
+        spec = self.spec
+        num_bytes = -(-prompt_tokens // spec.config.block_size) * spec.moves.block_bytes
+        now = int(self._env.now)
+        self._link_free_at = max(self._link_free_at, now) + spec.link.sending_ns(num_bytes)
+        return self._link_free_at + spec.link.latency_ns - now
 
     def close(self) -> None:
         if self.up:

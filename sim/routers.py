@@ -178,15 +178,15 @@ class PrefixAffinity(Router):
         self.threshold = threshold
         self.balance_abs = balance_abs
         self.balance_rel = balance_rel
-        self._known: list[OrderedDict[int, int]] = []
+        self._known: dict[int, OrderedDict[int, int]] = {}
         """By replica: part of a prompt -> its tokens, the newest last."""
-        self._tokens: list[int] = []
-        self._room: list[int] = []
+        self._tokens: dict[int, int] = {}
+        self._room: dict[int, int] = {}
 
     def start(self, replicas: Sequence[ReplicaView], seed: int) -> None:
-        self._known = [OrderedDict() for _ in replicas]
-        self._tokens = [0] * len(replicas)
-        self._room = [view.kv_tokens for view in replicas]
+        self._known = {view.index: OrderedDict() for view in replicas}
+        self._tokens = {view.index: 0 for view in replicas}
+        self._room = {view.index: view.kv_tokens for view in replicas}
 
     def matched(self, request: RoutedRequest, replica: int) -> int:
         """Leading tokens of the prompt that the replica was sent before."""

@@ -75,6 +75,22 @@ def test_replicas_that_differ_are_listed_in_a_file(load: Path, tmp_path: Path) -
     assert len(fast.tables.requests["row"]) > len(slow.tables.requests["row"])
 
 
+def test_prompts_and_outputs_in_different_places(load: Path, tmp_path: Path) -> None:
+    """2p1d: prompts on the first two replicas, outputs on the third; a slow link delays the first token."""
+    found = {}
+    for speed in ("25", "0.2"):
+        out = tmp_path / speed
+        assert command(load, out, "--replicas", "2p1d", "--kv-link-gb-s", speed) == 0
+        attempts, requests = (results.read_table(out / f"{name}.parquet") for name in ("attempts", "requests"))
+        assert set(attempts["replica"][attempts["leg"] == 1]) == {0, 1}
+        assert set(requests["replica"]) == set(attempts["replica"][attempts["leg"] == 2]) == {2}
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["num_finished"] == 60
+        assert summary["wasted_tokens"] == 0
+        found[speed] = summary["ttft_s"]["mean"]
+    assert found["0.2"] > found["25"] + 0.05
+
+
 def test_a_restart_takes_as_long_as_loading_the_weights(load: Path, tmp_path: Path) -> None:
     """16.06 GB of an 8B model at 2 GB/s, and 10 s beside it."""
     out = tmp_path / "out"
@@ -87,7 +103,8 @@ def test_a_restart_takes_as_long_as_loading_the_weights(load: Path, tmp_path: Pa
     ("options", "sentence"),
     [
         (["--replicas", "0"], "--replicas must be 1 to 10,000"),
-        (["--replicas", "none.yaml"], "neither a whole number nor a file"),
+        (["--replicas", "none.yaml"], "neither a whole number nor 2p3d nor a file"),
+        (["--replicas", "2p0d"], "takes one or more of each kind"),
         (["--router", "least-load"], "no router 'least-load'; did you mean least-loaded?"),
         (["--router", "nowhere.py:Mine"], "no file nowhere.py"),
         (["--crash", "first@3"], "--crash takes REPLICA@S, such as 0@120"),
@@ -115,6 +132,8 @@ def test_a_file_of_replicas_that_cannot_be_is_named(
     for content, sentence in (
         ("replicas:\n  - {count: 1, hardwear: l4}\n", "unknown key hardwear; did you mean hardware?"),
         ("replicas:\n  - {count: 0}\n", "count in group 1"),
+        ("replicas:\n  - {role: prefill}\n", "must have the role decode"),
+        ("replicas:\n  - {role: router}\n", "role in group 1"),
         ("replicas: 3\n", "a list of groups"),
         ("nodes: []\n", "unknown key nodes"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.presets import SchedulerConfig
+from sim.attempts import FAILED, SHED
 from sim.cluster import ClusterResult, sessions_of, simulate_cluster
 from sim.errors import SimError
 from sim.faults import NEVER, Faults, load_ns
-from sim.gateway import FAILED, SHED, GatewayOptions
+from sim.gateway import GatewayOptions
+from sim.handover import KvLink
+from sim.moves import FREE_MOVES
 from sim.node import NodeSpec
 from sim.routers import (
     ROUTERS,
@@ -65,7 +69,17 @@ def conserved(result: ClusterResult) -> None:
     for ticket, row in enumerate(attempts["row"].tolist()):
         by_row.setdefault(row, []).append(ticket)
     ends, outcome = attempts["end_ns"], attempts["outcome"]
-    for row, tickets in by_row.items():
+    assert [
+        name for name, leg in zip(outcome, attempts["leg"].tolist(), strict=True) if leg != 1 and name == "handed-over"
+    ] == []
+    for row, legs in by_row.items():
+        # Of a prompt that was handed over, what follows is the other leg of the same attempt.
+        for before, after in pairwise(legs):
+            if outcome[before] == "handed-over":
+                assert attempts["leg"][after] == 2
+                assert attempts["attempt"][after] == attempts["attempt"][before]
+                assert attempts["sent_ns"][after] == ends[before]
+        tickets = [t for t in legs if outcome[t] != "handed-over"]
         assert [int(attempts["attempt"][t]) for t in tickets] == list(range(1, len(tickets) + 1))
         assert int(requests["retries"][row]) == len(tickets) - 1
         for before, after in pairwise(tickets):
@@ -179,6 +193,12 @@ def clusters(draw: st.DrawFn) -> dict[str, Any]:
         )
         restart = draw(st.sampled_from([NEVER, 0, 1, 40, 200]))
         nodes.append(NodeSpec(config, StepTime(step=draw(st.integers(1, 12)), token=1.0), restart_ns=restart))
+    if len(nodes) > 1 and draw(st.booleans()):
+        link = draw(st.sampled_from([KvLink(), KvLink(1e9, 3), KvLink(2e7, 0)]))
+        moves = replace(FREE_MOVES, block_bytes=draw(st.sampled_from([0, 8])))
+        nodes = [
+            replace(node, role="decode" if at else "prefill", link=link, moves=moves) for at, node in enumerate(nodes)
+        ]
     options = GatewayOptions(
         rate_per_s=draw(st.sampled_from([0.0, 5e7, 2e8])),
         burst=draw(st.integers(1, 3)),
@@ -235,6 +255,78 @@ def test_requests_are_conserved_in_many_more_clusters(case: dict[str, Any]) -> N
     result = _run(case, check=True)
     conserved(result)
     same(result, _run(case, fast_forward=False))
+
+
+def test_a_prompt_is_computed_here_and_its_output_there() -> None:
+    """The first token comes after the prompt's step, the transfer of its blocks, and the step of its last token."""
+    step = StepTime(step=1000.0, token=100.0, context=1.0)
+    moves = replace(FREE_MOVES, block_bytes=64)
+    config = SchedulerConfig(num_blocks=40, block_size=4, max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64)
+    node = NodeSpec(config, step, moves, link=KvLink(1e8, 30))
+    nodes = [replace(node, role="prefill"), replace(node, role="decode")]
+    trace = make_trace([0, 20_000], [18, 18], [3, 1])
+    result = simulate_cluster(trace, nodes, check=True)
+    conserved(result)
+    requests, attempts = result.requests(), result.attempts()
+    prompt, transfer = 1000 + 18 * 100, 5 * 64 * 10 + 30  # five blocks of 64 bytes at 100 bytes a us
+    first = prompt + 1 + transfer + (1000 + 100 + 17)
+    assert requests["first_token_ns"].tolist() == [first, 20_000 + first]
+    assert requests["finish_ns"][0] == first + (1000 + 100 + 18) + (1000 + 100 + 19)
+    assert attempts["outcome"] == ["handed-over", "length"] * 2
+    assert attempts["replica"].tolist() == [0, 1, 0, 1]
+
+
+def test_two_prompts_share_a_link_one_after_another() -> None:
+    """Of two that are handed over at once to one replica, the second comes a transfer later."""
+    node = NodeSpec(SMALL, TOKEN, replace(FREE_MOVES, block_bytes=1000), role="decode", link=KvLink(1e9, 0))
+    trace = make_trace([0, 0], [4, 4], [1, 1])
+    result = simulate_cluster(trace, [replace(node, role="prefill"), node], check=True)
+    conserved(result)
+    queued = result.attempts()["queued_ns"][result.attempts()["leg"] == 2].tolist()
+    assert queued[1] - queued[0] == 1000
+
+
+def test_a_preempted_request_computes_its_prompt_again_where_it_decodes() -> None:
+    """What was received is gone with its blocks: with too few of them decoding takes longer than without preemption."""
+    config = SchedulerConfig(
+        num_blocks=9, block_size=4, max_model_len=36, max_num_seqs=4, max_num_batched_tokens=36,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    roomy = replace(config, num_blocks=40)
+    step = StepTime(step=10.0, token=100.0)
+    trace = make_trace([0, 0], [12, 12], [16, 16])
+    took = {}
+    for name, decode in (("tight", config), ("roomy", roomy)):
+        nodes = [NodeSpec(roomy, step, role="prefill"), NodeSpec(decode, step, role="decode")]
+        result = simulate_cluster(trace, nodes, check=True)
+        conserved(result)
+        took[name] = result.end_ns, int(result.requests()["num_preemptions"].sum())
+    assert took["tight"][1] > 0 == took["roomy"][1]
+    assert took["tight"][0] > took["roomy"][0] + 1200  # 12 tokens or more, at 100 each
+
+
+def test_a_prompt_that_has_not_come_dies_with_either_replica() -> None:
+    """A crash of the one that has it or of the one that is to have it ends the attempt; a retry serves the request."""
+    node = NodeSpec(SMALL, TOKEN, replace(FREE_MOVES, block_bytes=1000), restart_ns=10, link=KvLink(1e7, 0))
+    nodes = [replace(node, role="prefill"), replace(node, role="decode")]
+    trace = make_trace([0], [4], [3])
+    for dead in (0, 1):
+        result = simulate_cluster(
+            trace, nodes, None, GatewayOptions(retries=1, backoff_ns=100), Faults(((dead, 5000),)), check=True
+        )
+        conserved(result)
+        assert result.attempts()["outcome"] == ["handed-over", "crashed", "handed-over", "length"]
+
+
+def test_roles_that_cannot_serve_are_named() -> None:
+    """Prompts alone, outputs alone, or some that do both beside some that do not."""
+    node = NodeSpec(SMALL, TOKEN)
+    with pytest.raises(SimError, match="must have the role decode"):
+        simulate_cluster(small_trace(), [replace(node, role="prefill")])
+    with pytest.raises(SimError, match="give each a role or none"):
+        simulate_cluster(small_trace(), [replace(node, role="prefill"), node])
+    with pytest.raises(SimError, match="role must be both, prefill or decode"):
+        replace(node, role="router")
 
 
 def test_a_bucket_lets_in_its_rate_and_its_burst() -> None:
