@@ -64,6 +64,7 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     router, decode_router = load_router(config.router), load_router(config.decode_router)
     gateway, faults = gateway_of(config), faults_of(config)
     faults.check(len(replicas.specs))
+    _check_link(config, replicas)
     assert config.out is not None  # required by the command line
     manifest = {
         **results.identity(config, trace, replicas.specs[0].config, "simpy"),
@@ -127,6 +128,19 @@ def replicas_of(config: Config) -> Replicas:
     for count, weight, role, own in _groups(config):
         _add(found, count, weight, role, own)
     return found
+
+
+def _check_link(config: Config, replicas: Replicas) -> None:
+    """Raises UsageError: the link or the router of replicas that decode is described, and there are none."""
+    if any(spec.role == "decode" for spec in replicas.specs):
+        return
+    for name in ("kv_link_gb_s", "kv_link_latency_us", "decode_router"):
+        option = options()[name]
+        if getattr(config, name) != option.default:
+            raise UsageError(
+                f"{option.flag} is used by nothing: no replica receives prompts of another; "
+                "give --replicas 2p3d, or roles in a file."
+            )
 
 
 def _groups(config: Config) -> list[tuple[int, float, str, Config]]:

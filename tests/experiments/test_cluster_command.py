@@ -110,6 +110,7 @@ def test_a_restart_takes_as_long_as_loading_the_weights(load: Path, tmp_path: Pa
         (["--crash", "first@3"], "--crash takes REPLICA@S, such as 0@120"),
         (["--replicas", "2", "--crash", "2@3"], "names replica 2; there are 0 to 1"),
         (["--restart-s", "300..120"], "--restart-s is '300..120'; it takes seconds"),
+        (["--kv-link-gb-s", "50"], "--kv-link-gb-s is used by nothing: no replica receives prompts"),
         (["--max-outstanding", "0"], "--max-outstanding must be at least 1"),
         (["--record-blocks"], "`kvtwin cluster` does not take --record-blocks"),
     ],

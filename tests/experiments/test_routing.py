@@ -17,14 +17,14 @@ from experiments.terminal import Terminal
 @pytest.fixture
 def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
     """Without shared data, and with few requests."""
-    monkeypatch.setattr(routing, "REQUESTS", 60)
+    monkeypatch.setattr(routing, "REQUESTS", 40)
     return Context("routing", Config(), Terminal(quiet_stdout=True), tmp_path, tmp_path)
 
 
 def test_routers_that_know_prefixes_find_more_of_a_conversation(context: Context) -> None:
     """Every router serves every request with the same tokens; those that follow prefixes or sessions hit more."""
     rows = {router: _serve(context, "chats", router, 4) for router in ("round-robin", "session", "prefix")}
-    assert all(row["served"] == row["requests"] == 240 for row in rows.values())
+    assert all(row["served"] == row["requests"] == 160 for row in rows.values())
     assert len({row["output_tokens"] for row in rows.values()}) == 1
     assert rows["prefix"]["hit_share"] > rows["round-robin"]["hit_share"] + 0.1
     assert rows["session"]["hit_share"] > rows["round-robin"]["hit_share"] + 0.1

@@ -227,7 +227,7 @@ def shared(trace: Trace) -> np.ndarray:
 
 def test_one_at_a_time_is_lindleys_recursion() -> None:
     """Each sojourn of an M/D/1 is the recursion's to the nanosecond, and theory's mean lies in the interval."""
-    trace, found, mean = md1(2_050)
+    trace, found, mean = md1(1_230)
     assert (found == lindley(trace)).all()
     assert abs(mean.mean - W_MD1) <= mean.half < 0.15 * W_MD1
 
@@ -235,7 +235,7 @@ def test_one_at_a_time_is_lindleys_recursion() -> None:
 def test_replicas_with_one_request_each_are_servers() -> None:
     """Each sojourn of an M/M/c is that of a request that the first free server takes: what follows from an answer comes
     1 ns after it, and adds up over a busy period."""
-    trace, found, mean = mmc(2_050)
+    trace, found, mean = mmc(1_230)
     assert np.abs(found - servers(trace)).max() <= 200
     assert abs(mean.mean - W_MMC) <= mean.half < 0.15 * W_MMC
 
@@ -243,7 +243,7 @@ def test_replicas_with_one_request_each_are_servers() -> None:
 @pytest.mark.parametrize("equal", [True, False])
 def test_steps_as_long_as_they_have_rows_share_a_processor(equal: bool) -> None:
     """Sojourns are those of a server that is shared evenly at every moment, but for the step in which one arrives."""
-    trace, found, mean = processor_sharing(1_025, equal)
+    trace, found, mean = processor_sharing(820, equal)
     exact = shared(trace)
     assert abs(found.mean() / exact.mean() - 1) < 0.01
     assert np.abs(found - exact).max() < 0.15 * exact.max()
@@ -252,7 +252,7 @@ def test_steps_as_long_as_they_have_rows_share_a_processor(equal: bool) -> None:
 
 def test_a_closed_loop_obeys_littles_law() -> None:
     """Clients are throughput times (sojourn + pause), and throughput is the machine repairman's."""
-    gaps, found, think = closed_loop(2_050)
+    gaps, found, think = closed_loop(1_230)
     rate = estimate(gaps)
     clients = (estimate(found).mean + estimate(think).mean) / rate.mean
     assert clients == pytest.approx(CLIENTS, rel=0.02)
