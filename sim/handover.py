@@ -43,10 +43,13 @@ class ReceivingExecutor:
         self._executor = executor
 
     def submit(self, plan: StepPlan, view: PlanView, now: int) -> None:
-        received = self.received
-        if any(item.request in received and not item.epoch for item in plan.prefills):
-            plan = _without(plan, received)
+        if any(self._has_come(item) for item in plan.prefills):
+            plan = self._lighter(plan)
         self._executor.submit(plan, view, now)
+
+    def _has_come(self, item: PlanItem) -> bool:
+        """Whether the row's keys and values were received, but for the last token's; not those of a preempted request."""
+        return item.request in self.received and not item.epoch
 
     def collect(self) -> StepOutcome:
         return self._executor.collect()
@@ -64,18 +67,17 @@ class ReceivingExecutor:
         self.received.discard(request)
         self._executor.forget(request)
 
-
-def _without(plan: StepPlan, received: set[int]) -> StepPlan:
-    """The plan as the device has to compute it: of prompts that have come, only the last token."""
-    items = []
-    for item in plan.prefills:
-        if item.request not in received or item.epoch:
-            items.append(item)
-        elif item.samples:
-            items.append(PlanItem(item.request, item.epoch, item.start + item.num_tokens - 1, 1, True))
-    lighter = StepPlan(
-        plan.seq, plan.now, tuple(items), plan.decodes, plan.admitted, plan.preempted, plan.joined, plan.steady
-    )
-    lighter.copies, lighter.swap_out, lighter.swap_in = plan.copies, plan.swap_out, plan.swap_in
-    lighter.transfers, lighter.revoked, lighter.loading = plan.transfers, plan.revoked, plan.loading
-    return lighter
+    def _lighter(self, plan: StepPlan) -> StepPlan:
+        """The plan as the device has to compute it: of prompts that have come, only the last token."""
+        items = []
+        for item in plan.prefills:
+            if not self._has_come(item):
+                items.append(item)
+            elif item.samples:
+                items.append(PlanItem(item.request, item.epoch, item.start + item.num_tokens - 1, 1, True))
+        lighter = StepPlan(
+            plan.seq, plan.now, tuple(items), plan.decodes, plan.admitted, plan.preempted, plan.joined, plan.steady
+        )
+        lighter.copies, lighter.swap_out, lighter.swap_in = plan.copies, plan.swap_out, plan.swap_in
+        lighter.transfers, lighter.revoked, lighter.loading = plan.transfers, plan.revoked, plan.loading
+        return lighter

@@ -127,8 +127,6 @@ class Life:
         """All that it serves is lost, and nothing of it is answered; the records say that it was aborted."""
         now = self.ended_ns = int(self._env.now)
         self.replica.kill()
-        self._commands.clear()
-        self._sent.clear()
         for request in list(self._ticket_of):
             for finish in self.scheduler.abort(request):
                 self.recorder.ended(finish, now)

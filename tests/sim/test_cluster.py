@@ -367,6 +367,67 @@ def test_what_a_crash_loses_is_served_by_the_others() -> None:
     assert int(again.requests()["retries"].sum()) == len(at_crash)
 
 
+def test_a_replica_forgets_what_its_client_gave_up() -> None:
+    """A request that times out while it runs ends at the next step; one that it has not seen yet never runs."""
+    node = NodeSpec(SchedulerConfig(num_blocks=100, block_size=4, max_model_len=400), StepTime(step=100.0))
+    trace = make_trace([0, 150], [4, 4], [300, 300])
+    result = simulate_cluster(trace, [node], None, GatewayOptions(timeout_ns=1040), check=True)
+    conserved(result)
+    table = result.lives[0].life.recorder.requests()
+    assert table["outcome"] == ["aborted", "aborted"]
+    assert table["finish_ns"].tolist() == [1100, 1200]
+    unseen = simulate_cluster(make_trace([0, 50], [4, 4], [300, 300]), [node], None, GatewayOptions(timeout_ns=40))
+    conserved(unseen)
+    assert unseen.attempts()["outcome"] == ["timeout", "timeout"]
+    assert unseen.attempts()["life"].tolist() == [0, -1]
+
+
+def test_those_in_the_queue_are_refused_when_the_last_replica_goes() -> None:
+    """They do not wait for ever."""
+    node = NodeSpec(SMALL, TOKEN)
+    result = simulate_cluster(small_trace(5, 0), [node], None, GatewayOptions(max_outstanding=2), Faults(((0, 20),)))
+    conserved(result)
+    assert result.attempts()["outcome"] == ["crashed"] * 2 + ["no-replica"] * 3
+
+
+def test_what_follows_an_answer_does_not_depend_on_whose_step_ends_first() -> None:
+    """Steps of two replicas end together, and the turn after one goes to the other: the same step by step or not."""
+    node = NodeSpec(SMALL, StepTime(step=10.0))
+    trace = make_trace([0, 0, 0], [4, 4, 4], [40, 5, 3], after=[-1, -1, 1])
+    fast = simulate_cluster(trace, [node] * 2, RoundRobin())
+    assert fast.requests()["replica"].tolist() == [0, 1, 0]
+    same(fast, simulate_cluster(trace, [node] * 2, RoundRobin(), fast_forward=False))
+
+
+def test_what_comes_at_the_end_of_a_step_is_noticed_at_it() -> None:
+    """A request that times out when a step ends, and is tried again at once: the same step by step or not."""
+    config = SchedulerConfig(
+        num_blocks=4, block_size=4, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=4,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    trace = make_trace([0, 0, 0], [5, 6, 7], [3, 4, 5], after=[-1, -1, 0])
+    options = GatewayOptions(timeout_ns=20, retries=1, backoff_ns=0)
+    node = NodeSpec(config, StepTime(step=1.0, token=1.0))
+    fast = simulate_cluster(trace, [node], None, options)
+    assert fast.attempts()["queued_ns"].tolist() == [0, 0, 16, 21, 32]
+    same(fast, simulate_cluster(trace, [node], None, options, fast_forward=False))
+
+
+class OnceAt500(Faults):
+    """The first life would end by itself after 500 ns."""
+
+    def lives_ns(self, replica: int, life: int) -> int:
+        return NEVER if life else 500
+
+
+def test_a_life_ends_once() -> None:
+    """One that was ended before its time takes its time with it: the next life goes on."""
+    node = NodeSpec(SMALL, TOKEN, restart_ns=10)
+    result = simulate_cluster(small_trace(60), [node], None, GatewayOptions(retries=1), OnceAt500(((0, 100),)))
+    assert [record.ended_ns for record in result.lives] == [100, NEVER]
+    assert result.end_ns > 600
+
+
 def test_a_crash_is_noticed_at_the_next_health_check() -> None:
     """Until then requests go to the dead replica and are refused."""
     nodes = [NodeSpec(SMALL, TOKEN)] * 2
@@ -377,6 +438,8 @@ def test_a_crash_is_noticed_at_the_next_health_check() -> None:
         if name == "refused"
     ]
     assert refused == [30]
+    faults = Faults(health_interval_ns=50)
+    assert [faults.noticed_at(now) for now in (100, 101, 149, 150)] == [100, 150, 150, 150]
 
 
 def test_without_any_replica_left_requests_are_refused() -> None:
