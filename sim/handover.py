@@ -48,7 +48,7 @@ class ReceivingExecutor:
         self._executor.submit(plan, view, now)
 
     def _has_come(self, item: PlanItem) -> bool:
-        """Whether the row's keys and values were received, but for the last token's; not those of a preempted request."""
+        """Whether the row's keys and values have come, but for the last token's; a preempted request's are gone."""
         return item.request in self.received and not item.epoch
 
     def collect(self) -> StepOutcome:
