@@ -270,8 +270,8 @@ def _a08(single: Mapping[str, Any]) -> Settled:
         "reproduced" if fell else "does-not-follow",
         f"one replica alone: {single['running_before']} run when it dies and none until it has restarted, "
         f"{single['first_step_after_s']:.0f} s later; {single['killed']} requests are cut off and tried again, "
-        f"{single['requests_while_down']} come meanwhile, and {single['lost'] or 'none'} of all "
-        f"{'are' if single['lost'] else 'is'} lost, since clients wait and come again",
+        f"{single['requests_while_down']} come meanwhile, and "
+        + (f"{single['lost']} are never answered" if single["lost"] else "all are answered, late"),
         numbers={key: value for key, value in single.items() if not isinstance(value, list)},
     )
 
