@@ -93,7 +93,7 @@ def admit(
             continue
         admitted.append(request.id)
         scheduler._plan_item(request, num, scheduler._seq + 1, items)
-        if request.sched < request.known:
+        if request.sched < request.known + request.pending:
             scheduler._insert_chunk(request)
         budget -= num
     if not scheduler._waiting:

@@ -1211,6 +1211,14 @@ MUTANTS: list[Mutant] = [
         "self._note(request, i, request.block_key(i))",
         "pass",
     ),
+    _mutant(
+        "who comes back before its token is known gets no further row",
+        "back early",
+        admitting_module,
+        "admit",
+        "if request.sched < request.known + request.pending:",
+        "if request.sched < request.known:",
+    ),
 ]
 
 EQUIVALENT: list[tuple[Mutant, str]] = [
@@ -1223,8 +1231,9 @@ EQUIVALENT: list[tuple[Mutant, str]] = [
             " and request.epoch == item.epoch",
             "",
         ),
-        "With at most two steps in flight, a request preempted by the newer plan cannot be admitted again before the "
-        "older one is complete, so a running request always has the epoch of its row. It would matter with three.",
+        "With at most two steps in flight, a request that a plan preempts is admitted again before the older plan is "
+        "complete only where the former has nothing to run. What is published early then is written by the plan that "
+        "admits it, which runs before any that could hit it. It would matter with three.",
     ),
     (
         _mutant(

@@ -22,6 +22,7 @@ import test_outputs_and_hits
 import test_policies
 import test_pool
 import test_prefix_stats
+import test_regressions
 import test_tiers
 from core_kit import Case, Job, PulseAdmission, aborts_everywhere, decodes_behind_chunks, followers_everywhere
 from hypothesis import HealthCheck, Phase, given, settings
@@ -197,6 +198,10 @@ CHECKS: dict[str, Callable[[], object]] = {
     "prefix misses": lambda: [
         test_prefix_stats.test_each_reason_is_told_from_the_others(),
         test_prefix_stats.test_what_is_lost_is_nobodys(),
+    ],
+    "back early": lambda: [
+        test_regressions.test_a_request_may_come_back_before_the_token_of_its_last_row_is_known(same_step, "recompute")
+        for same_step in ("share", "off")
     ],
     "prefix misses of forks": test_prefix_stats.test_a_sequence_that_forks_asks_for_nothing,
     "prefix misses of twins": test_prefix_stats.test_one_of_several_blocks_is_enough,

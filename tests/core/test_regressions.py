@@ -10,6 +10,7 @@ from core_kit import Case, Job, simulate
 from shadow import play
 from test_faults import forked
 from test_manager import Managed
+from test_scheduler_machine import SchedulerMachine
 
 from engine.core import SchedulerConfig
 
@@ -87,3 +88,25 @@ def test_appending_many_to_a_shared_block_is_appending_one_often(tokens: int, si
         other.manager.append_slots(other.requests[child.id], tokens + k)
     assert one.digest() == other.digest()
     assert one.manager.end_step() == other.manager.end_step()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("same_step", ["share", "off", "defer"])
+def test_a_request_may_come_back_before_the_token_of_its_last_row_is_known(same_step: str, mode: str) -> None:
+    """Preempted by a plan that has nothing to run, and admitted by the next one while its row is in flight, it ends."""
+    machine = SchedulerMachine()
+    options = {"same_step": same_step, "preemption_mode": mode, "num_host_blocks": 1 if mode == "swap" else 0}
+    machine.start(config(num_blocks=7, block_size=1, steps_in_flight=2, **options))
+    machine.put(Job(0, (0, 1), 2, 2))  # its last row is in flight when the other needs a block
+    machine.put(Job(0, (1, 1, 0), 4, 4))
+    machine.plan()
+    machine.plan()
+    machine.finish_step(set())
+    empty = machine.plan()
+    assert (empty.runs, empty.preempted) == (False, (1,))
+    assert machine.plan().admitted == (1,)
+    while machine.flight:
+        machine.holds()
+        machine.finish_step(set())
+        machine.plan()
+    assert {sequence.reason for sequence in machine.model.all.values()} == {"length"}
