@@ -55,6 +55,7 @@ def engine_args(config: Config) -> EngineArgs:
         max_model_len=config.max_model_len,
         num_gpu_blocks_override=None if blocks is None else usable_blocks(blocks, config.preset),
         async_scheduling=config.async_scheduling,
+        gpu_memory_utilization=config.gpu_memory_utilization,
         preemption_mode=config.preemption_mode,
         swap_space=config.swap_space,
         kv_offloading_size=config.kv_offloading_size,

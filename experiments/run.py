@@ -163,6 +163,8 @@ def execute(config: Config, args: argparse.Namespace, terminal: Terminal) -> dic
     options = engine_args(config)
     with terminal.loading(str(config.model)) as on_layer:
         engine = Engine(options, on_layer=on_layer)
+    for line in engine.budget.lines() if engine.budget is not None else ():
+        terminal.note(line)
     try:
         return run_trace(engine, config, trace, terminal)
     finally:

@@ -7,6 +7,7 @@ engine.close()
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -27,9 +28,10 @@ from engine.core.presets import SchedulerConfig, host_blocks, preset
 from engine.core.records import DecisionLog, Recorder
 from engine.core.scheduler import Scheduler
 from engine.core.types import NO_LIMIT, BlockIdentity, Finish, RequestSpec, StepEvents, StepOutcome, StepPlan
+from engine.exec.device import CudaMemory, DeviceMemory, MemoryBudget, check_device, measure_budget
 from engine.exec.executor import Clock, RequestState, TorchExecutor
-from engine.exec.runner import ModelRunner
-from engine.exec.sampler import SamplingParams
+from engine.exec.runner import ModelRunner, Row
+from engine.exec.sampler import SampleRow, SamplingParams, sample
 from engine.exec.weights import LoadedModel, load_model
 from engine.models.config import DecoderConfig
 from engine.models.errors import OptionError
@@ -102,6 +104,8 @@ class EngineArgs:
     to it; `requests` makes n requests that share by the prefix cache, as vLLM V1 does."""
     async_scheduling: bool = False
     """Two steps in flight: the next step is scheduled while one runs."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for everything; decides the pool's size where neither blocks nor bytes are named."""
     policies: tuple[Policy, ...] = field(default=())
 
 
@@ -343,6 +347,7 @@ class Engine:
         args: EngineArgs,
         loaded: LoadedModel | None = None,
         on_layer: Callable[[int, int], None] | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Load the model and reserve the KV pool; `loaded` is used instead of loading `args.model` again.
 
@@ -350,16 +355,25 @@ class Engine:
 
         Raises EngineError or ConfigError, each with one sentence.
         """
-        if args.device != "cpu":
-            raise OptionError(f"device is {args.device!r}; this engine runs on 'cpu'")
+        self.device = check_device(args.device)
         self.num_threads = default_threads() if args.threads is None else args.threads
         if self.num_threads < 1:
             raise OptionError(f"threads is {self.num_threads}; it must be at least 1")
         torch.set_num_threads(self.num_threads)
         self.args = args
         self.model = loaded or load_model(args.model, args.load_format, args.seed)
-        self.dtype = default_dtype(self.model) if args.dtype == "auto" else _dtype(args.dtype)
-        self.decoder = Decoder(self.model.config, self.model.weights, self.dtype, on_layer)
+        self.dtype = default_dtype(self.model, self.device.type) if args.dtype == "auto" else _dtype(args.dtype)
+        self.budget: MemoryBudget | None = None
+        """Of a GPU whose pool was sized by what it has."""
+        if self.device.type == "cpu" or args.num_gpu_blocks_override or args.kv_cache_memory_bytes:
+            self._load(on_layer)
+        else:
+            memory = memory or CudaMemory()
+            block_bytes = args.block_size * self.model.config.kv_elements_per_token * self.dtype.itemsize
+            step = functools.partial(self._dummy_step, args)
+            load = functools.partial(self._load, on_layer)
+            self.budget = measure_budget(memory, args.gpu_memory_utilization, block_bytes, load, step)
+            args = self.args = replace(args, num_gpu_blocks_override=self.budget.num_blocks)
         # The decoder has its own copies in its own layout; the originals may go.
         self.model = self.model._replace(weights={})
         self.config = _scheduler_config(args, self.model.config, self.dtype)
@@ -369,6 +383,8 @@ class Engine:
         )
         block_bytes = self.config.block_size * config.kv_elements_per_token * self.dtype.itemsize
         free = _available_memory()
+        if self.device.type != "cpu":
+            free += cache_bytes  # the pool is not in the machine's own memory
         if cache_bytes > free:
             raise OptionError(
                 f"num_gpu_blocks_override: {self.config.num_blocks} KV blocks take {cache_bytes / 2**30:.1f} GiB, and "
@@ -387,12 +403,33 @@ class Engine:
             config.num_kv_heads,
             config.head_dim,
             self.dtype,
+            self.device,
         )
         self.host = HostKVCache(self.cache, self.config.num_host_blocks) if self.config.num_host_blocks else None
         self.runner = ModelRunner(self.decoder, self.cache, self.host)
         self.clock = Clock()
         self._wake = threading.Event()
         self.tokenizer = self.model.tokenizer
+
+    def _load(self, on_layer: Callable[[int, int], None] | None) -> None:
+        self.decoder = Decoder(self.model.config, self.model.weights, self.dtype, on_layer, self.device)
+
+    def _dummy_step(self, args: EngineArgs) -> None:
+        """The largest step, all of whose tokens write to one block: as many rows as may run, and all new tokens."""
+        config = self.model.config
+        longest = args.max_model_len or config.max_position
+        tokens = min(args.max_num_batched_tokens, args.max_num_seqs * longest)
+        rows = max(1, min(args.max_num_seqs, tokens))
+        share, more = divmod(tokens, rows)
+        cache = PagedKVCache(
+            config.num_layers, 1, args.block_size, config.num_kv_heads, config.head_dim, self.dtype, self.device
+        )
+        table = np.zeros(-(-longest // args.block_size) + 1, dtype=np.int64)
+        runner = ModelRunner(self.decoder, cache)
+        made = runner.order([Row(i, 0, share + (i < more), True, table) for i in range(rows)])
+        params = SamplingParams(max_tokens=1, detokenize=False)
+        logits = runner.run(made, np.zeros(tokens, dtype=np.int64))
+        sample(logits, [SampleRow(params, i, 0, ()) for i in range(rows)])
 
     def serve(
         self,
@@ -470,6 +507,7 @@ class Engine:
             self.config.steps_in_flight,
             self.args.seed,
             self.num_threads,
+            self.config.enable_prefix_caching,
         )
 
     def _sleep(self, wait: Wait) -> None:
@@ -487,11 +525,11 @@ def default_threads() -> int:
     return min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def default_dtype(model: LoadedModel) -> torch.dtype:
-    """bfloat16 where this CPU multiplies it in hardware, float32 elsewhere, and always for the tiny model."""
+def default_dtype(model: LoadedModel, device: str = "cpu") -> torch.dtype:
+    """bfloat16 on a GPU and where this CPU multiplies it in hardware, else float32, as always for the tiny model."""
     if model.name == "tiny":
         return torch.float32
-    return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+    return torch.bfloat16 if device != "cpu" or _cpu_has_bfloat16() else torch.float32
 
 
 def _cpu_has_bfloat16() -> bool:

@@ -17,8 +17,9 @@ from engine.exec.beam import BeamGroup, Hypothesis
 from engine.exec.detokenizer import Detokenizer
 from engine.exec.runner import ModelRunner, Row
 from engine.exec.sampler import Logprob, SampleRow, SamplingParams, sample, uniform
+from engine.exec.splitting import run_split
 from engine.exec.tokenizer import Tokenizer
-from engine.models.errors import OptionError
+from engine.models.errors import OptionError, OutOfMemoryError
 
 __all__ = ["Clock", "RequestState", "TorchExecutor"]
 
@@ -44,6 +45,7 @@ class RequestState:
         "_tokens",
         "beam",
         "detokenizer",
+        "failed",
         "index",
         "key",
         "logprobs",
@@ -76,6 +78,7 @@ class RequestState:
         self.detokenizer = detokenizer
         self.logprobs: list[dict[int, Logprob]] = []
         self.stopped = False
+        self.failed = False
         self._final: int | None = None
         self.index = 0
         """Which of its request's sequences it is."""
@@ -138,11 +141,19 @@ class RequestState:
         self.num_tokens = self.num_prompt + len(outputs)
         self._tokens[self.num_prompt : self.num_tokens] = outputs
 
+    def fail(self) -> None:
+        """No memory was found for its step: it takes no further tokens, and has those that it had."""
+        self.stopped = self.failed = True
+        # A step that is in flight still reads a token here.
+        self._tokens[self.num_tokens : self.num_tokens + 1] = 0
+
     def finish(self, num_outputs: int) -> None:
         """The output is complete with this many tokens; a step that still runs the request adds nothing.
 
         Text that was held back comes out, unless a stop string has cut it.
         """
+        if self.failed:
+            num_outputs = min(num_outputs, self.num_outputs)
         self._final = num_outputs
         del self.logprobs[num_outputs:]
         if self.detokenizer is not None and not isinstance(self.stop_reason, str):
@@ -181,7 +192,9 @@ class TorchExecutor:
         steps_in_flight: int = 1,
         seed: int = 0,
         num_threads: int | None = None,
+        keeps_blocks: bool = False,
     ) -> None:
+        """`keeps_blocks`: full blocks may be read by other requests (prefix caching), so none may be left unwritten."""
         if steps_in_flight not in (1, 2):
             raise OptionError(f"steps_in_flight is {steps_in_flight}; it must be 1 or 2")
         self.runner = runner
@@ -190,6 +203,9 @@ class TorchExecutor:
         self._eos = tuple(eos_token_ids)
         self._seed = seed
         self._num_threads = num_threads
+        self._keeps_blocks = keeps_blocks
+        self.num_split_steps = 0
+        """Steps that did not fit the device's memory and were run in parts."""
         self._states: dict[int, RequestState] = {}
         self.busy_ns: list[int] = []
         """How long each step that has run computed: forward pass and sampling, without what the host adds."""
@@ -311,14 +327,45 @@ class TorchExecutor:
                     f"step {job.seq} samples token {row.start + row.num} of request {row.request}, "
                     f"which has {state.num_tokens} tokens"
                 )
-        logits = self.runner.run(rows, tokens)
         step = _Sampled()
+        try:
+            logits = self.runner.run(rows, tokens)
+        except torch.OutOfMemoryError:
+            sampling, logits = self._run_in_parts(job, tokens, step)
         if sampling:
             _sample_beams(sampling, logits, step)
             _sample_sequences(sampling, logits, step)
         end = self.clock()
         self.busy_ns.append(end - begin)
         return StepOutcome(end, step.tokens, tuple(step.finished), step.parents or None, transfers)
+
+    def _run_in_parts(
+        self, job: _Job, tokens: np.ndarray, step: _Sampled
+    ) -> tuple[list[tuple[Row, RequestState]], torch.Tensor]:
+        """The step again, in parts; the rows that sample, with their logits. Rows that cannot run fail their request.
+
+        Raises:
+            OutOfMemoryError: a row that cannot run is to fill a block that other requests may read, or is of a beam.
+        """
+        self.num_split_steps += 1
+        size = self.runner.cache.block_size
+        done = run_split(self.runner.run, self.runner.order, job.rows, tokens, size, self.runner.release_unused)
+        for place, position in done.failed.items():
+            row, state = job.rows[place], job.states[place]
+            fills = (row.start + row.num) // size > position // size
+            if (self._keeps_blocks and fills) or len(state.siblings) > 1:
+                raise OutOfMemoryError(
+                    f"request {row.request} finds no memory for a step of one token behind {position}; "
+                    "lower gpu_memory_utilization, so that steps have more room beside the KV pool"
+                )
+            state.fail()
+            # A token that no text has: the block that it falls in is never found by another request.
+            step.tokens[row.request] = -1 - row.request
+            step.finished.append(Finish(row.request, "no-memory"))
+        places = [place for place, row in enumerate(job.rows) if row.samples and place in done.logits]
+        if not places:
+            return [], torch.empty(0)
+        return [(job.rows[p], job.states[p]) for p in places], torch.stack([done.logits[p] for p in places])
 
     def _move(self, plan: StepPlan) -> tuple[TransferEnd, ...]:
         """The step's block moves, phase by phase; returns the transfers that have ended, which are all of them."""
@@ -332,7 +379,8 @@ class TorchExecutor:
                 host.load(*_both(plan.swap_in))
         if plan.copies:
             sources, destinations = _both(plan.copies)
-            cache.copy_blocks(torch.tensor(sources), torch.tensor(destinations))
+            where = cache.keys.device
+            cache.copy_blocks(torch.tensor(sources, device=where), torch.tensor(destinations, device=where))
         if host is not None:
             for transfer in plan.transfers:
                 (host.load if transfer.load else host.store)(*_both(transfer.copies))
@@ -392,7 +440,7 @@ def _sample_beams(sampling: Sequence[tuple[Row, RequestState]], logits: torch.Te
         begins = not beam.num_outputs
         if len(members) != (1 if begins else beam.width):
             raise InvariantError(f"a step has {len(members)} rows of the beam of request {first}")
-        done = beam.step(logits[[place for _, place in members]])
+        done = beam.step(logits[[place for _, place in members]].cpu())
         for index, state in enumerate(states):
             state.become(beam.output(index))
             step.tokens[first + index] = done.tokens[index]

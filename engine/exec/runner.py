@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.models.llama import Decoder
-from kernels.attention import layout_step
+from kernels.attention import StepLayout, layout_step
 from kernels.cache import HostKVCache, PagedKVCache
 
-__all__ = ["ModelRunner", "Row"]
+__all__ = ["ModelRunner", "Row", "layout_on"]
 
 
 class Row(NamedTuple):
@@ -49,7 +49,11 @@ class ModelRunner:
         decodes = [(row.start, row.table) for row in rows if row.num == 1]
         chunks = [(row.start, row.num, row.table) for row in rows if row.num > 1]
         layout = layout_step(decodes, chunks, self.cache.block_size, self.cache.padding_block)
-        hidden = self.decoder.forward(torch.from_numpy(tokens), layout, self.cache)
+        fed = torch.from_numpy(tokens)
+        device = self.cache.keys.device
+        if device.type != "cpu":
+            layout, fed = layout_on(device, layout), fed.to(device)
+        hidden = self.decoder.forward(fed, layout, self.cache)
         last, wanted = -1, []
         for row in rows:
             last += row.num
@@ -58,3 +62,28 @@ class ModelRunner:
         if len(wanted) != hidden.shape[0]:
             hidden = hidden[wanted]
         return self.decoder.logits(hidden)
+
+    def release_unused(self) -> None:
+        """Give back what the device's allocator keeps and no tensor holds."""
+        if self.cache.keys.is_cuda:
+            torch.cuda.empty_cache()
+
+
+def layout_on(device: torch.device, layout: StepLayout) -> StepLayout:
+    """The layout with its tensors on `device`."""
+    return StepLayout(
+        layout.positions.to(device),
+        layout.slots.to(device),
+        tuple(
+            group._replace(
+                blocks=group.blocks.to(device), dead=group.dead.to(device), dead_index=group.dead_index.to(device)
+            )
+            for group in layout.groups
+        ),
+        tuple(
+            chunk._replace(
+                blocks=chunk.blocks.to(device), visible=None if chunk.visible is None else chunk.visible.to(device)
+            )
+            for chunk in layout.chunks
+        ),
+    )

@@ -211,19 +211,21 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sample:
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """Sample rows [n, vocab] by inverting the distribution function in the order of the vocabulary."""
-    temperature = torch.tensor([row.params.temperature for row in rows], dtype=logits.dtype).unsqueeze(1)
+    where = logits.device
+    temperature = torch.tensor([row.params.temperature for row in rows], dtype=logits.dtype, device=where).unsqueeze(1)
     # The maximum is taken off first: a tiny temperature must not overflow.
     scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperature)
     probabilities = torch.softmax(scaled, -1)
     cut = [i for i, row in enumerate(rows) if row.params.top_p < 1 or row.params.top_k > 0 or row.params.min_p > 0]
     if cut:
         threshold = _thresholds(probabilities[cut], [rows[i].params for i in cut])
-        limits = torch.zeros(len(rows), 1, dtype=probabilities.dtype)
+        limits = torch.zeros(len(rows), 1, dtype=probabilities.dtype, device=where)
         limits[cut] = threshold.unsqueeze(1)
         probabilities = probabilities.masked_fill_(probabilities < limits, 0.0)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
-    drawn = torch.tensor([uniform(row.key, row.position) for row in rows], dtype=torch.float64) * total
+    places = [uniform(row.key, row.position) for row in rows]
+    drawn = torch.tensor(places, dtype=torch.float64, device=where) * total
     drawn = torch.minimum(drawn, torch.nextafter(total, torch.zeros_like(total)))
     tokens: list[int] = torch.searchsorted(cumulative, drawn.unsqueeze(1), right=True).squeeze(1).tolist()
     return tokens
@@ -240,7 +242,7 @@ def _thresholds(probabilities: Tensor, params: Sequence[SamplingParams]) -> Tens
         k if p.top_p == 1 and k < vocab else min(k, _FIRST_CANDIDATES) for k, p in zip(ks, params, strict=True)
     )
     ranked = probabilities.topk(min(needed, vocab), -1).values
-    result = torch.zeros(len(params), dtype=probabilities.dtype)
+    result = torch.zeros(len(params), dtype=probabilities.dtype, device=probabilities.device)
     for i, (k, p) in enumerate(zip(ks, params, strict=True)):
         row = ranked[i]
         if k < vocab or p.top_p < 1:

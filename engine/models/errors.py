@@ -5,10 +5,19 @@ EngineError
 ├── DownloadError     the default model could not be fetched
 ├── SamplingError     a sampling parameter is out of range
 ├── OptionError       an engine option is out of range or does not fit the machine
+├── OutOfMemoryError  a step of a single token does not fit the device's memory
 └── ProfileError      a profile file cannot be written or continued
 """
 
-__all__ = ["DownloadError", "EngineError", "ModelError", "OptionError", "ProfileError", "SamplingError"]
+__all__ = [
+    "DownloadError",
+    "EngineError",
+    "ModelError",
+    "OptionError",
+    "OutOfMemoryError",
+    "ProfileError",
+    "SamplingError",
+]
 
 
 class EngineError(Exception):
@@ -29,6 +38,10 @@ class SamplingError(EngineError):
 
 class OptionError(EngineError):
     """An engine option is out of range or does not fit the machine."""
+
+
+class OutOfMemoryError(EngineError):
+    """A step of a single token does not fit the device's memory."""
 
 
 class ProfileError(EngineError):

@@ -65,9 +65,10 @@ def expected_weights(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
 class _Weights:
     """A checkpoint's weights, in the model's dtype, each read when it is asked for."""
 
-    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._weights = weights
         self._dtype = dtype
+        self._device = device
         self._borrowed: bool = getattr(weights, "borrowed", False)
         """Whether tensors lie in memory that is not ours, such as a mapped file."""
 
@@ -83,14 +84,14 @@ class _Weights:
 
     def kept(self, name: str) -> Tensor:
         """A weight that stays as it is."""
-        return self._weights[name].to(self._dtype, copy=self._borrowed)
+        return self._weights[name].to(self._device, self._dtype, copy=self._borrowed)
 
     def optional(self, name: str) -> Tensor | None:
         return self.kept(name) if name in self._weights else None
 
     def linear(self, *names: str) -> Linear:
         """Matrices of one input, one above the other, with their biases."""
-        matrices = [self._weights[f"{name}.weight"].to(self._dtype) for name in names]
+        matrices = [self._weights[f"{name}.weight"].to(self._device, self._dtype) for name in names]
         biases = [bias for name in names if (bias := self.optional(f"{name}.bias")) is not None]
         whole = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         return Linear(whole, torch.cat(biases) if biases else None, self._borrowed and len(matrices) == 1)
@@ -132,6 +133,7 @@ class Decoder:
         weights: Mapping[str, Tensor],
         dtype: torch.dtype,
         on_layer: Callable[[int, int], None] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Convert `weights` to `dtype`, a layer at a time; `on_layer` is told of each one, and of how many.
 
@@ -141,7 +143,7 @@ class Decoder:
         Raises:
             ModelError: names the first weight that is missing or has another shape.
         """
-        read = _Weights(weights, dtype)
+        read = _Weights(weights, dtype, torch.device(device))
         read.check(config)
         self.config = config
         self.dtype = dtype
@@ -154,7 +156,7 @@ class Decoder:
                 on_layer(layer, config.num_layers)
             self.layers.append(_Layer(read, f"model.layers.{layer}.", config))
         self.norm = read.kept("model.norm.weight")
-        self.cos, self.sin = _rope_tables(config, dtype)
+        self.cos, self.sin = (table.to(device) for table in _rope_tables(config, dtype))
         if on_layer is not None:
             on_layer(config.num_layers, config.num_layers)
 
