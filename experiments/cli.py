@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from experiments.config import SECTIONS, Option, nearest, options, resolve
 from experiments.errors import UsageError, one_sentence
 
-__all__ = ["COMMANDS", "Command", "main"]
+__all__ = ["COMMANDS", "Command", "main", "taken_by"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,46 @@ COMMANDS: dict[str, Command] = {
         options=("out",),
         required=("trace", "out"),
         details="docs/cluster.md has the details.",
+    ),
+    "sweep": Command(
+        "simulate many configurations, on all cores or a Ray cluster, into one table and pictures",
+        "experiments.sweep:execute",
+        options=("out",),
+        arguments=(
+            _argument("file", help="what to vary (YAML; docs/sweeps.md)", metavar="SWEEP.yaml"),
+            _argument("--jobs", help="processes (default: as many as there are cores)", type=int, metavar="N"),
+            _argument("--backend", help="where they run (default local)", choices=("local", "ray"), default="local"),
+            _argument("--address", help="of the Ray cluster; default: one started here", metavar="ADDRESS"),
+            _argument("--fresh", help="compute every configuration again", action="store_true"),
+        ),
+        required=("out",),
+        details="A rerun with the same --out computes only what is missing.",
+    ),
+    "capacity": Command(
+        "the highest rate of requests at which objectives are met, in the simulator",
+        "experiments.capacitysearch:execute",
+        sections=(*_ENGINE, "budget", "workload", "time", "slo"),
+        options=("out",),
+        arguments=(
+            _argument(
+                "--objective",
+                help="what must hold, such as 'ttft_s.p99<=1' or 'good_share>=0.99' (repeatable; default: good_share>="
+                "0.99 with --slo-ttft-s and the like)",
+                action="append",
+                default=[],
+                metavar="METRIC<=X",
+            ),
+            _argument("--tolerance", help="relative width to which a rate is searched", type=float, default=0.01),
+            _argument(
+                "--replications",
+                help="traces of different seeds, where the trace is generated (default 3)",
+                type=int,
+                metavar="N",
+            ),
+            _argument("--jobs", help="processes (default: as many as there are cores)", type=int, metavar="N"),
+        ),
+        required=("trace", "out"),
+        details="The trace's arrival times are stretched and shrunk; docs/sweeps.md has the details.",
     ),
     "run": Command(
         "serve a trace with the real engine, in real time",
@@ -442,6 +482,11 @@ def _taken(command: Command) -> list[Option]:
     ]
 
 
+def taken_by(command: Command) -> set[str]:
+    """Names of the options that a command takes."""
+    return {option.name for option in _taken(command)}
+
+
 def _add_flag(group: Any, option: Option, default: Any, required: bool) -> None:
     text = option.help
     if option.choices:
@@ -481,7 +526,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     if unknown:
         raise UsageError(_unknown(name, command, unknown[0]))
     flags = {key.removeprefix("option_"): value for key, value in vars(args).items() if key.startswith("option_")}
-    taken = {option.name for option in _taken(command)}
+    taken = taken_by(command)
     config = resolve(flags, args.set, args.config, dict(command.defaults), f"kvtwin {name}", taken)
     for key in command.required:
         if getattr(config, key) is None:

@@ -30,6 +30,10 @@ class Terminal:
         """The same streams without results and notes: progress and warnings only."""
         return _Muted()
 
+    def silent(self) -> Terminal:
+        """The same streams without anything but faults: for a command that runs inside of another."""
+        return _Silent()
+
     def print(self, *parts: Any) -> None:
         """A result: text or anything that rich can draw."""
         self._out.print(*parts)
@@ -82,6 +86,11 @@ class _Muted(Terminal):
         pass
 
     def note(self, text: str) -> None:
+        pass
+
+
+class _Silent(_Muted):
+    def warn(self, text: str) -> None:
         pass
 
 
