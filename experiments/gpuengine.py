@@ -186,7 +186,7 @@ def twin_part(v: Validation) -> dict[str, Any]:
     out = v.out / "twin"
     out.mkdir(parents=True, exist_ok=True)
     trace = out / "trace.yaml"
-    requests, rate = (32, 200) if v.smoke else (400, 400)
+    requests, rate = (12, 200) if v.smoke else (400, 400)
     trace.write_text(
         f"kind: synthetic\nnum_requests: {requests}\nseed: 5\narrival: {{process: poisson, rate_per_s: {rate}}}\n"
         "prompt_tokens: {dist: uniform, low: 8, high: 60}\noutput_tokens: {dist: uniform, low: 4, high: 60}\n"
@@ -206,7 +206,7 @@ def twin_part(v: Validation) -> dict[str, Any]:
         if code:
             raise UsageError(f"kvtwin {arguments[0]} ended with {code}; {out / 'log.txt'} says why")
 
-    budget = "6" if v.smoke else "60"
+    budget = "3" if v.smoke else "60"
     run("profile", *engine, *device, "--time-budget-s", budget, "--out", str(profile))
     run("calibrate", str(profile), "--out", str(calibration))
     means: dict[str, list[float]] = {"real": [], "simulated": []}
@@ -232,7 +232,8 @@ def twin_part(v: Validation) -> dict[str, Any]:
                 for i, name in enumerate(served)
             ],
         )
-    pairs = list(combinations(range(len(served)), 2))
+    # Where the simulation sees no difference, it puts nobody first.
+    pairs = [(a, b) for a, b in combinations(range(len(served)), 2) if means["simulated"][a] != means["simulated"][b]]
     agree = sum(
         (means["real"][a] < means["real"][b]) == (means["simulated"][a] < means["simulated"][b]) for a, b in pairs
     )
@@ -242,7 +243,7 @@ def twin_part(v: Validation) -> dict[str, Any]:
         "error": [s / r - 1 for r, s in zip(means["real"], means["simulated"], strict=True)],
         "decision_differences": decisions,
         "pairs_in_the_same_order": agree,
-        "pairs": len(pairs),
+        "pairs_that_the_simulation_orders": len(pairs),
     }
 
 

@@ -396,16 +396,22 @@ class Engine:
                 f"{self.config.num_host_blocks * block_bytes / 2**30:.1f} GiB, and this machine has "
                 f"{(free - cache_bytes) / 2**30:.1f} GiB free beside the KV pool; give less"
             )
-        self.cache = PagedKVCache(
-            config.num_layers,
-            self.config.num_blocks,
-            self.config.block_size,
-            config.num_kv_heads,
-            config.head_dim,
-            self.dtype,
-            self.device,
-        )
-        self.host = HostKVCache(self.cache, self.config.num_host_blocks) if self.config.num_host_blocks else None
+        try:
+            self.cache = PagedKVCache(
+                config.num_layers,
+                self.config.num_blocks,
+                self.config.block_size,
+                config.num_kv_heads,
+                config.head_dim,
+                self.dtype,
+                self.device,
+            )
+            self.host = HostKVCache(self.cache, self.config.num_host_blocks) if self.config.num_host_blocks else None
+        except torch.OutOfMemoryError:
+            raise OptionError(
+                f"num_gpu_blocks_override: {self.config.num_blocks} KV blocks take {cache_bytes / 2**30:.1f} GiB, more "
+                "than the device has left beside the weights; give fewer, or none for as many as fit"
+            ) from None
         self.runner = ModelRunner(self.decoder, self.cache, self.host)
         self.clock = Clock()
         self._wake = threading.Event()

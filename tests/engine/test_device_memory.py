@@ -120,6 +120,17 @@ def test_every_tensor_of_a_step_is_on_the_device():
         run("cpu")
 
 
+def test_a_pool_that_the_device_has_no_room_for_is_one_sentence(monkeypatch):
+    """Blocks that were named and do not fit end with their size and what to do."""
+
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("engine.exec.engine.PagedKVCache", full)
+    with pytest.raises(OptionError, match=r"64 KV blocks take .* GiB, more than the device has left"):
+        Engine(EngineArgs(model="tiny", num_gpu_blocks_override=64))
+
+
 class Tight:
     """A runner that has memory for steps of `limit` tokens, and every so often for less."""
 
