@@ -154,8 +154,10 @@ def _rate(v: Validation, call: Any, tokens: int) -> float:
 
 def async_part(v: Validation) -> dict[str, Any]:
     """Two steps in flight against one: the same tokens, and how long both take."""
-    seconds, outputs = {}, {}
-    for name, two in (("one step in flight", False), ("two steps in flight", True)):
+    seconds: dict[str, float] = {}
+    outputs: dict[str, list[list[int]]] = {}
+    # In turn, and the best of each: whoever comes first pays for what a process does once.
+    for name, two in (("one step in flight", False), ("two steps in flight", True)) * 3:
         llm = LLM(
             "tiny",
             dtype="float32",
@@ -169,7 +171,7 @@ def async_part(v: Validation) -> dict[str, Any]:
         llm.generate(prompts[:2], params)
         began = time.perf_counter()
         outputs[name] = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
-        seconds[name] = time.perf_counter() - began
+        seconds[name] = min(seconds.get(name, float("inf")), time.perf_counter() - began)
         llm.close()
     one, two_steps = outputs.values()
     different = sum(a != b for a, b in zip(one, two_steps, strict=True))

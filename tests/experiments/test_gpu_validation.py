@@ -96,14 +96,13 @@ def test_a_part_that_is_not_there_is_named(tmp_path, capsys):
 
 
 def test_the_parts_about_kernels_and_block_moves_run_on_a_cpu(tmp_path):
-    """With tiny sizes they end without a fault, and write tables and a plot that can be read."""
-    code = main(["--out", str(tmp_path), "--smoke", "--only", "device", "kernels", "attention", "swap", "async"])
+    """With tiny sizes they end without a fault, and write tables that can be read."""
+    code = main(["--out", str(tmp_path), "--smoke", "--only", "device", "kernels", "swap", "async"])
     content = json.loads((tmp_path / "validation.json").read_text())
     assert {entry["name"]: entry["status"] for entry in content["parts"]} == dict.fromkeys(
-        ("device", "kernels", "attention", "async", "swap"), "done"
+        ("device", "kernels", "async", "swap"), "done"
     )
     assert code == 0
     errors = pq.read_table(tmp_path / "kernels.parquet").to_pydict()
     assert all(error <= bound for error, bound in zip(errors["error"], errors["bound"], strict=True))
-    assert set(pq.read_table(tmp_path / "attention.parquet").to_pydict()["peer"]) >= {"kvtwin", "SDPA, contiguous"}
-    assert (tmp_path / "attention.png").read_bytes()[1:4] == b"PNG"
+    assert len(errors["error"]) == 14
